@@ -114,7 +114,7 @@ class HarFlags(FlagGroup):
         None, "subjects to hold out for validation; replaces --num-val-subjects", metavar="ID", excludes=("refit",)
     )
     refit: bool = flag(
-        False, "train on all training subjects, without validation, and score the last weights; for a final run",
+        False, "train on all training subjects, without validation, and score the last weights on the test set",
         common=True,
     )  # fmt: skip
     no_augmentation: bool = flag(False, "train on windows as recorded, without random augmentation")
@@ -149,7 +149,7 @@ class HarFlags(FlagGroup):
         "averaged", metavar="N", at_least=1, needs=_OF_HARNET,
     )  # fmt: skip
     dropout: float = flag(
-        0.2, "dropout probability in the later layers; tinyhar and deepconvlstm were published with 0.5", at_least=0,
+        0.2, "dropout probability after the convolutions; tinyhar and deepconvlstm were published with 0.5", at_least=0,
         below=1,
     )  # fmt: skip
     label_smoothing: float = flag(

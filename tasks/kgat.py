@@ -68,9 +68,9 @@ class KgatFlags(FlagGroup):
     model: Literal["kgat", "kg-lightgcn", "lightgcn", "bprmf", "popularity", "itemknn", "ease"] = flag(
         "kg-lightgcn", "model; kg-lightgcn: LightGCN that adds to each item the mean of its neighbours in the "
         "knowledge graph; kgat: attention over the knowledge graph; lightgcn: no knowledge graph; bprmf: matrix "
-        "factorisation, from which the published KGAT starts; popularity: most popular items; itemknn: items that "
-        "share users with the user's items; ease: linear model from all items to all items; the last three are fitted "
-        "in seconds, without training steps", common=True,
+        "factorisation, whose embeddings initialise the published KGAT; popularity: most popular items; itemknn: items "
+        "that share users with the user's items; ease: linear model that predicts an item from the user's other items; "
+        "the last three are fitted in seconds, without training steps", common=True,
     )  # fmt: skip
     embed_dim: int = flag(128, "width of user, item and entity embeddings", common=True, at_least=1, needs=_TRAINED)
     layer_dims: tuple[int, ...] = flag(
@@ -104,9 +104,9 @@ class KgatFlags(FlagGroup):
         0.0, "kgat: share of the graph's edges that is dropped in training", at_least=0, below=1, needs=_OF_KGAT
     )
     loss: Literal["softmax", "bpr"] = flag(
-        "softmax", "training loss; softmax: compares a user's items with all items; a sample is a user; bpr: compares "
-        "an item of a user with one other item, as in the papers; a sample is such a pair", common=True, needs=_TRAINED,
-        absent="bpr",
+        "softmax", "training loss; softmax: a sample is a user, whose items are compared with all items; bpr: "
+        "a sample is an item of a user, which is compared with one other item, as in the papers", common=True,
+        needs=_TRAINED, absent="bpr",
     )  # fmt: skip
     l2: float | None = flag(
         None, "factor of the L2 penalty, which for each item of a user is half the sum of squares of the user's and "

@@ -90,8 +90,8 @@ class SeqrecFlags(FlagGroup):
     model: Literal["tisasrec", "sasrec", "popularity", "rules", "itemknn", "ease"] = flag(
         "tisasrec", "model; tisasrec: self-attention over items and the times between them; sasrec: self-attention "
         "without times; popularity: most popular items; rules: items that often follow the latest items; itemknn: "
-        "items that share users with the user's items; ease: linear model from all items to all items; the last four "
-        "are fitted in seconds, without training steps", common=True,
+        "items that share users with the user's items; ease: linear model that predicts an item from the user's other "
+        "items; the last four are fitted in seconds, without training steps", common=True,
     )  # fmt: skip
     no_time: bool = flag(False, "the same as --model sasrec", hidden=True, excludes=("model",))
     mhc: bool = flag(
@@ -115,8 +115,8 @@ class SeqrecFlags(FlagGroup):
         "original, or pre with --mhc)", needs=_TRAINED,
     )  # fmt: skip
     time_span: int = flag(
-        256, "cap on the time between two items, in units of the user's shortest gap; longer intervals count as this "
-        "long", at_least=1, needs=_TRAINED,
+        256, "maximum time between two items, in units of the user's shortest gap; longer times are reduced to "
+        "it", at_least=1, needs=_TRAINED,
     )  # fmt: skip
     l2_emb: float = flag(
         0.0, "factor of the L2 penalty on embedding tables; the penalty is half their sum of squares", at_least=0,
@@ -145,9 +145,9 @@ class SeqrecFlags(FlagGroup):
     )  # fmt: skip
     eval_negatives: EvaluationNegatives = flag(
         "parity", "how to draw the 100 items ranked against the true item in sampled_* metrics; parity: with "
-        "replacement, without the user's training items, as in SASRec's code; unseen: with replacement, without the "
-        "user's items up to the end of the scored split, as in TiSASRec's code; clean: distinct items, without any of "
-        "the user's items",
+        "replacement, excluding the user's training items, as in SASRec's code; unseen: with replacement, excluding "
+        "the user's items up to the end of the scored split, as in TiSASRec's code; clean: distinct items, excluding "
+        "all of the user's items",
     )  # fmt: skip
     mask_seen: bool = flag(True, "also rank and recommend items that the user has already seen")
     ks: tuple[int, ...] = flag(

@@ -108,7 +108,7 @@ class SpeechFlags(FlagGroup):
         None, "file of output symbols, one character or word per line (default: the symbols of the transcripts)"
     )
     batch_by: Literal["utterances", "seconds"] = flag(
-        "utterances", "quantity to keep similar in all optimizer steps; utterances: the number of utterances; seconds: "
+        "utterances", "quantity that is similar in all optimizer steps; utterances: the number of utterances; seconds: "
         "the duration of audio",
     )  # fmt: skip
     num_mels: int | None = flag(

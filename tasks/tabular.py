@@ -151,8 +151,9 @@ class TabularFlags(FlagGroup):
     min_features: int = flag(2, "minimum number of columns in a synthetic table", at_least=1)
     max_features: int = flag(12, "maximum number of columns in a synthetic table", at_least=1)
     max_classes: int = flag(
-        10, "maximum number of classes in a synthetic table and in a prediction", at_least=2, at_most=10
-    )
+        10, "maximum number of classes in a synthetic table and in one model call; more take several calls",
+        at_least=2, at_most=10,
+    )  # fmt: skip
     prior_version: Literal["1", "2"] = flag(
         "1", "generator of synthetic tables; 1: layers of random networks or trees; 2: random graphs of mixed functions"
     )
@@ -572,7 +573,7 @@ class TabularTask(Task):
             facts["classes"] = canonical(facts["classes"], np.ones(len(facts["classes"])))
         if facts and any(facts[name] != value for name, value in self._classes_and_columns.items()):
             raise UserError(
-                f"--data-dir {self.config.data_dir}: has other columns or classes than the table on which the run was "
+                f"--data-dir {self.config.data_dir}: differs in columns or classes from the table on which the run was "
                 "tuned; give that table, or leave out --save-dir to use the built-in weights"
             )
         table = read_table(path, "--predict", self.config.reading)

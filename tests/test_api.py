@@ -272,7 +272,7 @@ def test_a_class_that_processes_cannot_import_is_refused(tmp_path):
     class Local(Weighted):
         pass
 
-    with pytest.raises(trainer.UserError, match=r"cannot import .*Local from a notebook, a prompt or a function"):
+    with pytest.raises(trainer.UserError, match=r"cannot import .*Local from a notebook, an interactive prompt or"):
         trainer.fit(Local, save_dir=tmp_path / "run", multi_gpu="ddp", nproc=2, device="cpu")
     assert not (tmp_path / "run").exists()
     assert trainer.fit(Local, save_dir=tmp_path / "alone", **SETTINGS).run.state == "finished"

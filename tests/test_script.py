@@ -238,7 +238,7 @@ REFUSED = {
     "no function": ({"loss": "nll"}, "fit: loss 'nll': must map a model and a batch"),
     "a loss of torch": ({"loss": nn.CrossEntropyLoss()}, "fit: loss CrossEntropyLoss(): must map a model"),
     "no data": ({"train": None}, "fit, train: its data set (NoneType): needs a map-style dataset with `__len__`"),
-    "no names": ({"names": None}, "fit, train: its data set (TensorDataset, names=None): its items have 2 part(s)"),
+    "no names": ({"names": None}, "fit, train: its data set (TensorDataset, names=None): its items have 2 value(s)"),
     "a lazy model": (
         {"model": nn.LazyLinear(2)},
         "has no shape before the first forward pass; call the model once",

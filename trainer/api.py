@@ -201,7 +201,7 @@ def _task_of(task: Any, script: Sequence[Any], settings: dict[str, Any]) -> type
     """Returns the task class for the first argument of `fit`; removes from `settings` what is not a flag."""
     if isinstance(task, nn.Module):
         if len(script) != 2:
-            raise UserError("fit(model, train, loss): with a model, pass training data and a loss")
+            raise UserError("fit(model, train, loss): pass training data and a loss function after the model")
         train, loss = script
         return task_of(task, train, loss, settings)
     if script:
@@ -248,8 +248,8 @@ def _fit_in_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str],
         return _ended(_run_script_again(multi, device, argv, number), form, run)
     if not _is_importable(task):
         raise UserError(
-            f"{form}: the processes that it starts cannot import {task.__qualname__} from a notebook, a prompt or a "
-            "function; move the class into a file and import it, or leave multi_gpu out"
+            f"{form}: the processes that it starts cannot import {task.__qualname__} from a notebook, an "
+            "interactive prompt or a function; move the class into a file and import it, or leave multi_gpu out"
         )
     status = start_processes(multi, device, argv, partial(_main_in_own_session, task_type=task))
     if status == EXIT_UNGUARDED:
@@ -266,8 +266,8 @@ def _run_script_again(multi: MultiDeviceFlags, device: str, argv: Sequence[str],
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     if file is None or not Path(file).is_file():
         raise UserError(
-            f"multi_gpu {multi.multi_gpu}: code of a notebook or a prompt cannot run once per rank; put it into "
-            f"train.py and run: torchrun --standalone --nproc_per_node={num_processes(multi, device)} train.py"
+            f"multi_gpu {multi.multi_gpu}: a notebook or an interactive prompt cannot run once per rank; put the "
+            f"code in train.py and run: torchrun --standalone --nproc_per_node={num_processes(multi, device)} train.py"
         )
     sys.modules["__main__"] = ModuleType("__main__")  # otherwise new processes would also import the script as a module
     try:

@@ -181,7 +181,7 @@ def _parse(source: _Published) -> Arrays:
     parts = {part: _parse_part(source, part) for part in ("train", "test")}
     for subject in np.intersect1d(parts["train"]["subjects"], parts["test"]["subjects"]):
         where = source.where("test/subject_test.txt")
-        raise UserError(f"{where}: subject {subject} also has training data; use the official split")
+        raise UserError(f"{where}: subject {subject} is also in the training set; use the official split")
     arrays = {name: np.concatenate([part[name] for part in parts.values()]) for name in parts["train"]}
     arrays["is_test"] = np.repeat([False, True], [len(part["labels"]) for part in parts.values()])
     return arrays
@@ -216,8 +216,8 @@ def _equally_many_lines(source: _Published, name: str, reference: str, labels: n
     lines = _lines(source, name)
     if len(lines) != len(labels):
         raise UserError(
-            f"{source.where(name)}: has {len(lines)} lines, but {reference} has {len(labels)}; use files of one copy "
-            "of the data set"
+            f"{source.where(name)}: has {len(lines)} lines, but {reference} has {len(labels)}; use files from "
+            "the same copy of the data set"
         )
     return lines
 

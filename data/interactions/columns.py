@@ -205,8 +205,8 @@ def _chosen(role: str, chosen: str, names: Sequence[str], where: str) -> int | N
         others = [other for other in ROLES if other != role and plain_name(names[column]) in NAMES[other]]
         if others and plain_name(names[column]) not in NAMES[role]:
             raise UserError(
-                f"--{role}-column {chosen}: in {where}, the name of this column is {names[column]}, which suggests "
-                f"the {others[0]}; give a column by its name"
+                f"--{role}-column {chosen}: in {where}, this column is named {names[column]}, so it seems to be "
+                f"the {others[0]} column; give the name of the {role} column"
             )
         return column
     raise UserError(f"--{role}-column {chosen}: {where} has no such column; the columns are {', '.join(names)}")

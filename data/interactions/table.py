@@ -119,7 +119,7 @@ class _Parser:
 
     def add(self, lines: Iterable[Line], layout: Layout, where: str) -> None:
         if layout.names != self._layout.names:
-            raise UserError(f"{where}: has other columns than {self._wheres[0]}; give files with the same columns")
+            raise UserError(f"{where}: has different columns from {self._wheres[0]}; give files with the same columns")
         self._wheres.append(where)
         lines, num_before = iter(lines), len(self._blocks)
         while some := list(islice(lines, _ROWS_AT_ONCE)):

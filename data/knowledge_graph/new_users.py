@@ -64,8 +64,8 @@ class Recommendations:
         if len(users) and num_left.min() < num_places:
             user = users[num_left.argmin()]
             raise UserError(
-                f"--top-k {num_places}: user {catalogue.user_name(user)} has only {num_left.min()} items outside "
-                "training; choose a smaller --top-k"
+                f"--top-k {num_places}: only {num_left.min()} items are left to recommend to user "
+                f"{catalogue.user_name(user)}; choose a smaller --top-k"
             )
 
     def __len__(self) -> int:

@@ -118,7 +118,7 @@ def _read_graph(
     if not (found[:, [0, 2]] < len(item_ids)).any():
         raise UserError(
             f"{files['graph'][0].where}: none of its {len(found)} triples contains an item, such as "
-            f"{shown(item_ids[:3])}; use the item names of the interactions in the graph, or add a table with "
+            f"{shown(item_ids[:3])}; name items in the graph as in the interactions, or add a table with "
             "columns item and entity"
         )
     return found, tuple(relations), tuple(entities)

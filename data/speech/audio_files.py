@@ -143,7 +143,7 @@ def _riff_chunks(content: bytes) -> dict[bytes, bytes]:
         name, size = struct.unpack_from("<4sI", content, position)
         start = position + 8
         if name == b"data" and len(content) - start < size < _UNKNOWN_SIZE:
-            raise UnreadableAudio("ends in the middle of its samples")
+            raise UnreadableAudio("is truncated in the middle of its samples")
         chunks.setdefault(name, content[start : start + size])
         position = start + size + size % 2
     return chunks

@@ -153,7 +153,7 @@ def _manifest_line(source: Source, name: str, number: int, line: str, split: str
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         shown = line if len(line) <= 80 else line[:77] + "..."
         reason = f"{shown!r} is not a JSON object with audio_path and text"
-        raise UserError(f"{where}: {reason}; give one object per line") from None
+        raise UserError(f"{where}: {reason}; give one JSON object per line") from None
     speaker = str(entry.get("speaker") or "")
     if not (isinstance(sound, str) and isinstance(text, str) and (duration is None or _is_finite(duration))):
         raise UserError(

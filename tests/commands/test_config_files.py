@@ -179,7 +179,7 @@ def test_what_a_launcher_contradicts_is_said_with_its_file(write, cli, monkeypat
     file = write("multi-gpu = 'ddp'\nnproc = 2")
     status, _, err = cli("--task", WEIGHTED, "--config", file, several_devices=True)
     assert status == 2
-    assert_messages(err, f"leave it out (--nproc is set in {file})")
+    assert_messages(err, f"omit --nproc (--nproc is set in {file})")
 
 
 def test_help_shows_what_files_say(write, capsys):

@@ -209,7 +209,7 @@ def test_moments_are_numbered(state):
             lambda moment: moment[:1],
             "optimizers.train.state.0.exp_avg of the checkpoint has shape (1, 6), unlike its parameter",
         ),
-        (None, "has different moments for the parameters of one"),
+        (None, "has different kinds of moments in one parameter group"),
     ],
     ids=["in another shape", "missing of one parameter"],
 )

@@ -91,7 +91,7 @@ def changing():
         (short, {}, "from_stream(short): the stream ended after 20 samples, within epoch 1 of 23 samples; lower"),
         (lambda: short(0), {}, "samples; lower samples_per_epoch, or let make_iterator take the epoch"),
         (changing, {"names": "x"}, "from_stream(changing): its items cannot be stacked into a batch"),
-        (changing, {}, "from_stream(changing, names=None): its items have 1 part(s)"),
+        (changing, {}, "from_stream(changing, names=None): its items have 1 value(s)"),
         ([1, 2], {}, "from_stream(list): needs a function that starts the stream"),
         (numbers, {"samples_per_epoch": 0}, "from_stream: samples_per_epoch 0: must be a whole number, at least 1"),
     ],

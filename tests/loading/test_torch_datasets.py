@@ -171,9 +171,9 @@ def test_a_collate_of_ones_own_makes_a_batch_of_items(pad, names):
 @pytest.mark.parametrize(
     ("items", "names", "message"),
     [
-        ([(1, 2)], None, "items have 2 part(s); name each"),
-        ([(1, 2)], ("image", "label", "more"), "items have 2 part(s)"),
-        ([1], None, "items have 1 part(s)"),
+        ([(1, 2)], None, "items have 2 value(s); name each"),
+        ([(1, 2)], ("image", "label", "more"), "items have 2 value(s)"),
+        ([1], None, "items have 1 value(s)"),
         ([{"image": 1}], ("image",), "have names already, image; leave `names` out"),
         ([np.zeros(2), np.zeros(3)], ("row",), "cannot be stacked into a batch"),
         ([object()], ("thing",), "pass `collate`"),

@@ -201,7 +201,7 @@ def test_another_table_is_no_context_of_a_tuned_model(table, new_rows, run_here,
     other = tmp_path / "other.csv"
     other.write_text(table.read_text().replace("big", "huge"))
     refused(
-        ["has other columns or classes than the table on which the run was tuned"],
+        ["differs in columns or classes from the table on which the run was tuned"],
         *("--task", "tabular", "--data-dir", other, "--label", "kind", "--predict", new_rows),
         *("--save-dir", tmp_path / "run"),
     )
@@ -214,7 +214,7 @@ def test_a_run_that_called_its_classes_by_floats_predicts(table, new_rows, make_
     task.data_facts = {"classes": ["0.0", "1.0"], "columns": ["size", "colour", "weight"]}
     assert len(task.new_data(new_rows)) == 200
     task.data_facts = {"classes": ["0.5", "1.0"], "columns": ["size", "colour", "weight"]}
-    with pytest.raises(UserError, match="has other columns or classes"):
+    with pytest.raises(UserError, match="differs in columns or classes"):
         task.new_data(new_rows)
 
 

@@ -163,7 +163,7 @@ def build_task(flags: Flags) -> Task:
         for name, dataset in {**{repr(name): dataset for name, dataset in splits.items()}, **phases}.items():
             require_keyed(dataset, f"--task {flags.run.task}: its data set {name}")
             if len(dataset) == 0:
-                raise UserError(f"--task {flags.run.task}: its data set {name} is empty; give data with samples for it")
+                raise UserError(f"--task {flags.run.task}: its data set {name} is empty; give data with samples")
     patience = flags.learning.early_stopping_patience
     given = [f"--early-stopping-patience {patience}"] if patience else []
     given += ["--schedule plateau"] if flags.learning.schedule == "plateau" else []

@@ -197,7 +197,7 @@ def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int
     task = build_task(flags)
     several, save_dir = flags.several, flags.checkpoint.save_dir
     if not task.trains:
-        raise UserError(f"{several.as_given}: the other flags train nothing that could be repeated; leave the flag out")
+        raise UserError(f"{several.as_given}: with the other flags nothing is trained; leave the flag out")
     folds = task.fold_flags(several.folds) if several.folds else []
     slots = choose_slots(flags.devices, flags.multi)
     jobs = plan_jobs(flags, [*argv, *flags.from_run.argv, *slots.flags], folds, run_alone)

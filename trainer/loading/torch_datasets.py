@@ -134,7 +134,7 @@ class KeyedItems:
         parts = batch if isinstance(batch, tuple | list) else (batch,)
         names = self.names or own_names or ()
         if len(names) != len(parts):
-            raise UserError(f'{where}: its items have {len(parts)} part(s); name each, as in names=("image", "label")')
+            raise UserError(f'{where}: its items have {len(parts)} value(s); name each, as in names=("image", "label")')
         return dict(zip(names, parts, strict=True))
 
 

@@ -255,8 +255,8 @@ def check_single_samples(
         step = "the last step" if only_the_rest else "a step"
         advice = "drop this step with --drop-last, or use another --batch-size" if only_the_rest else "use another size"
         raise UserError(
-            f"--batch-size {split.batch_size}: {step} of an epoch, with {refused[-1]} sample(s), runs a forward on "
-            f"a single sample, but a batch norm of the model needs at least two; {advice}"
+            f"--batch-size {split.batch_size}: {step} of an epoch, with {refused[-1]} sample(s), runs a forward "
+            f"pass on a single sample, but a batch norm of the model needs at least two; {advice}"
         ) from None
 
 

@@ -322,7 +322,7 @@ class GraphedLearner(Learner, Watch):
 
                 rounding = ROUNDING if self.precision.autocast_dtype is None else ROUNDING_OF_HALVES
                 if (name := difference(expected, replayed(), replayed, rounding)) is not None:
-                    raise CannotBeRecorded(f"a graph computed a different value of {name}")
+                    raise CannotBeRecorded(f"replays of a graph did not reproduce {name}")
                 if self.only_if_faster and key not in self._recordings:
                     replayed()  # the first replay may be slower
                     if launched_s < LEAST_GAIN * min(replayed_s):

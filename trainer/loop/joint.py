@@ -135,7 +135,7 @@ class JointLearner(Learner, Watch):
         counted = [part for part, num in zip(parts, num_samples, strict=True) if num] or parts[:1]
         kinds = [kinds_of(part) for part in counted]
         if (other := next((kind for kind in kinds if kind != kinds[0]), None)) is not None:
-            raise UserError(f"{type(self.objective).__name__}.outputs: returns rows {kinds[0]} and {other}; {ALIKE}")
+            raise UserError(f"{type(self.objective).__name__}.outputs: returned {kinds[0]} and {other}; {ALIKE}")
         own = {name: torch.cat([part[name].detach() for part in counted])[: sum(num_samples)] for name in counted[0]}
         group = strategy.group
         rows = {name: value.detach() for name, value in in_global_order(group, own).items()}

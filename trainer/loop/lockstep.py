@@ -162,13 +162,13 @@ class Lockstep(Watch):
         if drifted and len(kinds) == 1:
             raise UnfitState(self._message(step, drifted, [account.member for account in accounts]))
         notes = []
-        if may_differ:
-            notes.append(f"Ranks may differ in {', '.join(sorted(may_differ))}, which forward passes change.")
+        if names := ", ".join(sorted(may_differ)):
+            notes.append(f"The values of {names} may differ between ranks, because forward passes update them.")
         if drifted:
             self._is_on = False
             notes.append(
-                f"The ranks differ in bits after optimizer step {step}, first in {next(iter(drifted))}, because their "
-                f"devices are of different kinds ({'; '.join(sorted(kinds))}). They are no longer compared."
+                f"After optimizer step {step} the ranks are not bit-identical: {next(iter(drifted))} differs, because "
+                f"their devices are of different kinds ({'; '.join(sorted(kinds))}). The ranks are no longer compared."
             )
         return notes
 

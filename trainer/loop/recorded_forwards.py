@@ -95,7 +95,7 @@ class RecordedForwards:
             found = _tensors(_replayed(recording, batch))
         name = difference(expected, found, lambda: expected, rounding=0.0)
         if name is not None:
-            raise CannotBeRecorded(f"a graph computed a different value of {name}")
+            raise CannotBeRecorded(f"replays of a graph did not reproduce {name}")
         return recording
 
     def _uploaded(self, batch: Batch) -> Batch:

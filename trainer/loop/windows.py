@@ -107,7 +107,7 @@ def _windows(
         log.data_wait_seconds += time.perf_counter() - started
         if len(own) > len(shards) and num_parts:
             whole = f"the task's order has a global batch of {step.end - step.start} samples"
-            raise UserError(f"--parts {num_parts}: {whole}, more than --parts times --batch-size; raise one of them")
+            raise UserError(f"--parts {num_parts}: {whole}, more than --parts times --batch-size; raise either flag")
         weight: float | list[float] = sum(each.weight for each in own)
         if num_parts:
             weight = [0.0] * num_parts

@@ -97,7 +97,7 @@ def read_rank_environment(
     if flags.local_rank is not None and numbers.setdefault("LOCAL_RANK", flags.local_rank) != flags.local_rank:
         problems.append(f"--local-rank {flags.local_rank} contradicts LOCAL_RANK={numbers['LOCAL_RANK']}; leave it out")
     if flags.nproc is not None:
-        problems.append(f"--nproc {flags.nproc}: RANK and WORLD_SIZE are set already, by a launcher; leave it out")
+        problems.append(f"--nproc {flags.nproc}: a launcher has already set RANK and WORLD_SIZE; omit --nproc")
     problems += [
         f"{small}={numbers[small]}: must be below {large}={numbers[large]}; correct these environment variables"
         for small, large in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("LOCAL_RANK", "WORLD_SIZE"))

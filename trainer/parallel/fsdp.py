@@ -169,8 +169,8 @@ class Sharded(Distributed):
             kept = [name for name, value in each.state_dict().items() if isinstance(value, dict) and name != "state"]
             if kept:
                 raise UserError(
-                    f"--multi-gpu fsdp: {type(each).__name__} keeps {kept[0]!r} outside 'state', so it "
-                    "cannot be sharded with its parameters; use --multi-gpu ddp or another optimizer"
+                    f"--multi-gpu fsdp: {type(each).__name__} keeps {kept[0]!r} outside 'state', "
+                    "where it cannot be sharded like the parameters; use --multi-gpu ddp or another optimizer"
                 )
         hooked = [p for each in optimizers for group in each.param_groups for p in group["params"] if has_hooks(p)]
         if hooked:

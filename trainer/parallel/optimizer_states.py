@@ -76,8 +76,8 @@ def load_states(
     own = [optimizer.state_dict() for optimizer in optimizers]
     if _sizes(saved) != _sizes(own):
         raise UserError(
-            f"the optimizers of phase {phase!r} have parameter groups of {_sizes(own)} tensors, the "
-            f"checkpoint's have {_sizes(saved)}; undo the change to the optimizers or their groups, or load "
+            f"the optimizers of phase {phase!r} have parameter groups of {_sizes(own)} tensors, but "
+            f"the checkpoint's have {_sizes(saved)}; undo the change to the optimizers or their groups, or load "
             "only the checkpoint's weights with --init-from"
         )
     for optimizer, its_saved, its_own in zip(optimizers, saved, own, strict=True):
@@ -88,8 +88,8 @@ def load_states(
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise UserError(
                 f"the {type(optimizer).__name__} of phase {phase!r} cannot load its state from the checkpoint: "
-                f"{reason(error)}; undo the change to the optimizers, or load only its weights with "
-                "--init-from"
+                f"{reason(error)}; undo the change to the optimizers, or load only the "
+                "checkpoint's weights with --init-from"
             ) from None
         _lay_out_as_parameters(optimizer)
 
@@ -242,7 +242,7 @@ def _refuse_other_entries(
     own: the optimizer's current `state_dict()`. In PyTorch's optimizers, state tensors must have the shape of their
     parameter, and all parameters of a group must have the same entries; otherwise the first resumed step would fail.
     """
-    advice = "start over with --fresh, or load only its weights with --init-from in another --save-dir"
+    advice = "start over with --fresh, or load only the checkpoint's weights with --init-from in another --save-dir"
     missing = [name for name in own if name not in saved]
     if missing:
         raise UserError(
@@ -257,7 +257,7 @@ def _refuse_other_entries(
         names = [state[number].keys() for number in group["params"] if number in state]
         if any(its != names[0] for its in names):
             raise UserError(
-                f"optimizers.{phase} of the checkpoint has different moments for the parameters of one group; {advice}"
+                f"optimizers.{phase} of the checkpoint has different kinds of moments in one parameter group; {advice}"
             )
     for number, kept in state.items():
         for name in OF_A_PARAMETER & kept.keys() if type(number) is int else ():

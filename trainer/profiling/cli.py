@@ -110,7 +110,7 @@ def in_worlds(command: Command, argv: Sequence[str], environment: RankEnvironmen
     if one_process_problems(os.environ):
         problems.append(f"{argv[0]}: starts its own processes; run it without the launcher")
     if flags.multi is not None and flags.multi.nproc is not None:
-        problems.append(f"--nproc {flags.multi.nproc}: {argv[0]} chooses the number of processes; leave it out")
+        problems.append(f"--nproc {flags.multi.nproc}: {argv[0]} chooses the number of processes; omit --nproc")
     problems += [*not_measured(flags), *command.problems(flags, argv[1:]), *unwritable_targets(flags.tool)]
     refuse(problems)
     command.measure(flags, argv[1:])

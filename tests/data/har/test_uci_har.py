@@ -81,7 +81,7 @@ SIGNAL = "test/Inertial Signals/body_gyro_y_test.txt"
         ("train/y_train.txt", 5, lambda line: b"walking", "line 5: 'walking' is not a whole number"),
         ("test/subject_test.txt", 1, lambda line: b"2.5", "line 1: '2.5' is not a whole number"),
         ("test/subject_test.txt", 1, lambda line: b"9" * 30, "line 1: '9+' is not a whole number"),
-        ("test/subject_test.txt", 1, lambda line: b"3", "subject 3 also has training data"),
+        ("test/subject_test.txt", 1, lambda line: b"3", "subject 3 is also in the training set"),
     ],
 )
 @pytest.mark.parametrize("zipped", [False, True])

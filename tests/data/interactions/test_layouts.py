@@ -69,7 +69,7 @@ def test_parts_of_other_columns_are_refused(load, tmp_path):
     for name in ("train.csv", "test.csv"):
         (tmp_path / name).write_text(PARTS["CSV"][name])
     (tmp_path / "test.csv").write_text("user,item\na,4\n")
-    with pytest.raises(UserError, match=r"test.csv: has other columns than .*train.csv"):
+    with pytest.raises(UserError, match=r"test.csv: has different columns from .*train.csv"):
         load(tmp_path, ColumnChoice(time="none"))
 
 

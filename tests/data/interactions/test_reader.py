@@ -375,8 +375,8 @@ def test_columns_are_the_named_columns(load, content, chosen) -> None:
         ("1,2,978300030\n", {"item": "4"}, "^--item-column 4: .* has no such column; give a number from 1 to 3"),
         ("user,item,time,order_date\n1,2,1830,2024-01-15\n", {}, "the column time begins with '1830', which is "
          "neither a date nor seconds since 1970, but the column order_date has dates; choose one with --time-column"),
-        ("item,user,time\n1,2,3\n", {"user": "1"}, "^--user-column 1: .* name of this column is item, which suggests "
-         "the item; give a column by its name"),
+        ("item,user,time\n1,2,3\n", {"user": "1"}, "^--user-column 1: .* this column is named item, so it seems to be "
+         "the item column; give the name of the user column"),
         ("user,item,time\n1,2,3\n", {"item": "user"}, "the user is column 1, the item is column 1, the time is column"),
     ],
 )  # fmt: skip

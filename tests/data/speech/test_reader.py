@@ -273,7 +273,7 @@ def test_unusable_utterances_are_counted(load, noise, form):
     assert corpus.names == ("0.wav", "7.wav") and len(corpus.offsets) == 3
     missing = "cannot be read: No such file or directory" if form is as_folder else "is not in the archive"
     assert corpus.skipped == {
-        "ends in the middle of its samples, such as 1.wav": 2,
+        "is truncated in the middle of its samples, such as 1.wav": 2,
         "is damaged: it does not start like a wav file, such as 3.wav": 1,
         "has no samples, such as 4.wav": 1,
         f"{missing}, such as 5.wav": 1,
@@ -283,7 +283,7 @@ def test_unusable_utterances_are_counted(load, noise, form):
 
 
 def test_unusable_utterance_is_refused(load, noise):
-    with pytest.raises(UserError, match=r"corpus, 1.wav: ends in the middle of its samples; .* --on-bad drop"):
+    with pytest.raises(UserError, match=r"corpus, 1.wav: is truncated in the middle of its samples; .* --on-bad drop"):
         load(damaged(noise), reading=Reading(on_bad="refuse"))
 
 
@@ -522,9 +522,9 @@ def test_unreadable_recordings_of_a_folder_are_left_out_or_refused(tmp_path, noi
     corpus = read_recordings(tmp_path, 8_000)
     assert corpus.names == ("in/b.wav",)
     assert corpus.skipped == {
-        "ends in the middle of its samples, such as a.wav": 1, "is an empty file, such as c.wav": 1
+        "is truncated in the middle of its samples, such as a.wav": 1, "is an empty file, such as c.wav": 1
     }  # fmt: skip
-    with pytest.raises(UserError, match=f"--predict {tmp_path}/a.wav: ends in the middle .* --on-bad drop"):
+    with pytest.raises(UserError, match=f"--predict {tmp_path}/a.wav: is truncated in the middle .* --on-bad drop"):
         read_recordings(tmp_path, 8_000, "refuse")
 
 
