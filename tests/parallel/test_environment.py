@@ -36,7 +36,7 @@ def ddp(**flags):
 
 
 def test_processes_of_a_launcher_must_be_one_run():
-    assert "leave it out" in read_rank_environment(GOOD, ddp(nproc=2))[1][0]
+    assert "omit --nproc" in read_rank_environment(GOOD, ddp(nproc=2))[1][0]
     assert (
         "use main_multi_gpu.py --multi-gpu ddp" in read_rank_environment(GOOD, MultiDeviceFlags(multi_gpu="dp"))[1][0]
     )

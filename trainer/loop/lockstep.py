@@ -162,8 +162,8 @@ class Lockstep(Watch):
         if drifted and len(kinds) == 1:
             raise UnfitState(self._message(step, drifted, [account.member for account in accounts]))
         notes = []
-        if names := ", ".join(sorted(may_differ)):
-            notes.append(f"The values of {names} may differ between ranks, because forward passes update them.")
+        if changed := ", ".join(sorted(may_differ)):
+            notes.append(f"The values of {changed} may differ between ranks, because forward passes update them.")
         if drifted:
             self._is_on = False
             notes.append(

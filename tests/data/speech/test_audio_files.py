@@ -65,7 +65,7 @@ GOOD = riff(1, 16, 1, bytes(20))
     [
         (b"", "empty file"),
         (b"no sound at all", "does not start like a wav"),
-        (GOOD[:-2], "ends in the middle"),
+        (GOOD[:-2], "is truncated in the middle"),
         (GOOD[:30], "has no header or no samples"),
         (riff(1, 16, 0, b""), "has no channels"),
         (riff(1, 16, 1, bytes(20), rate=0), "a sample rate of 0 Hz"),
