@@ -89,7 +89,7 @@ class TabularFlags(FlagGroup):
 
     data_dir: Path | None = flag(
         None, "table to learn from; a CSV file with a line of column names, JSON lines, parquet, an .npz file with X "
-        "and y, or a folder of train and test files (default: synthetic tables; for pre-training)", common=True,
+        "and y, or a folder of train and test files (default: pre-train on synthetic tables)", common=True,
         local=True, displaces=_OF_PRIOR,
     )  # fmt: skip
     label: str | None = flag(

@@ -456,7 +456,7 @@ class MultiDeviceFlags(FlagGroup):
         500, "check every STEPS optimizer steps and before each save that all ranks have bit-identical weights; 0: off",
         metavar="STEPS", at_least=0,
     )  # fmt: skip
-    sync_bn: bool = flag(False, "ddp on GPUs: compute batch-norm statistics over the micro-batches of all devices")
+    sync_bn: bool = flag(False, "ddp on GPUs: compute the batch-norm statistics of a micro-batch over all devices")
     find_unused_parameters: bool = flag(
         False, "ddp: allow parameters that some forward passes do not use", needs={"multi_gpu": forms.TAKING_UNUSED}
     )

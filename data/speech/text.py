@@ -92,7 +92,7 @@ class Alphabet:
                 raise UserError(f"{where}, line {number}: {symbol!r} is more than one character; use --units words")
             if symbol in numbers:
                 raise UserError(
-                    f"{where}, line {number}: {symbol!r} is already in line {numbers[symbol]}; keep only one line"
+                    f"{where}, line {number}: {symbol!r} is already on line {numbers[symbol]}; remove one of the two"
                 )
             numbers[symbol] = number
         if not numbers:

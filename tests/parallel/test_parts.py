@@ -317,8 +317,8 @@ def test_flags_that_do_not_go_together_are_refused(words):
 @pytest.mark.parametrize(
     ("words", "num_devices", "message"),
     [
-        ("--parts 4", 3, "--parts 4: must be a multiple of the 3 devices"),
-        ("--parts 4", 8, "--parts 4: must be a multiple of the 8 devices"),
+        ("--parts 4", 3, "--parts 4: must be divisible by 3, the number of devices"),
+        ("--parts 4", 8, "--parts 4: must be divisible by 8, the number of devices"),
         (
             "--parts 4 --global-batch-size 3",
             1,

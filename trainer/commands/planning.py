@@ -35,7 +35,7 @@ def arrange_batches(
     if strategy.num_parts:
         asked, least, size = batch.global_batch_size, strategy.num_parts, batch.batch_size
         if least % strategy.num_devices:
-            raise flags.refusal(f"--parts {least}: must be a multiple of the {strategy.num_devices} devices")
+            raise flags.refusal(f"--parts {least}: must be divisible by {devices[0]}, the number of devices")
         if asked is not None and not least <= asked <= least * size:
             raise flags.refusal(
                 f"--global-batch-size {asked}: must be from {least} to {least * size}, because each of {least} parts "

@@ -217,7 +217,7 @@ class Neighbours:
                 self._descriptors[rank] = os.pidfd_open(process)
 
     def is_gone(self, rank: int) -> bool:
-        """Returns whether the rank's process is known to have exited, which also released its locks."""
+        """Returns whether the rank's process is known to have exited: an exit releases the process's locks."""
         return self.await_end(rank, 0.0)
 
     def await_end(self, rank: int, timeout_s: float) -> bool:

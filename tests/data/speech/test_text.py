@@ -73,7 +73,7 @@ def test_alphabet_of_a_file(tmp_path):
     [
         (b"a\n\nb\n", "line 2: is empty"),
         (b"a\nbc\n", "line 2: 'bc' is more than one character"),
-        (b"a\nb\nA\n", "line 3: 'a' is already in line 1"),
+        (b"a\nb\nA\n", "line 3: 'a' is already on line 1"),
         (b"", "is empty"),
         (b"\xff", "is not text in UTF-8"),
     ],
