@@ -109,8 +109,8 @@ class KgatFlags(FlagGroup):
         needs=_TRAINED, absent="bpr",
     )  # fmt: skip
     l2: float | None = flag(
-        None, "factor of the L2 penalty; for each pair of a user and one of the user's items, the penalty is half the sum "
-        "of squares of both embeddings (default: depends on --model and --loss)", at_least=0, needs=_TRAINED,
+        None, "factor of the L2 penalty; for each pair of a user and one of the user's items, the penalty is half the "
+        "sum of squares of both embeddings (default: depends on --model and --loss)", at_least=0, needs=_TRAINED,
     )  # fmt: skip
     kg_l2: float = flag(
         1e-5, "kgat: factor of the L2 penalty on the embeddings of each knowledge-graph triple", at_least=0,
