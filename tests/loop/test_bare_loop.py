@@ -267,7 +267,7 @@ def test_steps_that_are_not_finite_are_left_out(name, run_here, tmp_path):
     assert expected.num_skipped == EPOCHS
     more = ("--on-nonfinite", "skip", "--bad-sample", bad, "--ema-decay", EMA_DECAY)
     out, _ = run_here(*argv_of(name, 3, 1), "--save-dir", tmp_path, *more)
-    assert "Skipped: optimizer step 1 (epoch 1)" in out
+    assert "Skipped: the loss is not finite in optimizer step 1 (epoch 1)" in out
     state = load(tmp_path / "final.pth")
     assert state["skipped_steps"] == EPOCHS
     assert difference(state["training_model"], expected.weights) < 1e-9
