@@ -85,7 +85,7 @@ def test_a_device(run_here, tmp_path):
 
 def test_each_reader_of_what_is_to_be_labelled(pipe, tmp_path):
     (tmp_path / "x.wav").symlink_to("/dev/zero")
-    with pytest.raises(UserError, match=r"x.wav: is a device or a pipe, not a regular file"):
+    with pytest.raises(UserError, match=r"x.wav: cannot be read: is a device or a pipe, not a regular file"):
         read_recordings(tmp_path / "x.wav", 8000)
     with pytest.raises(UserError, match="is a device or a pipe, not a regular file"):
         read_new_windows(pipe)

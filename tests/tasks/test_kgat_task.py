@@ -257,7 +257,7 @@ def test_no_more_is_recommended_than_a_user_has_left(data, run_here, tmp_path):
     (tmp_path / "users.txt").write_text("3\n")
     predict = ["--task", "kgat", "--predict", tmp_path / "users.txt", "--save-dir", tmp_path / "run"]
     _, err = run_here(*predict, "--top-k", NUM_ITEMS, status=2)
-    num_left = int(re.search(r"user 3 has only (\d+) items", err)[1])
+    num_left = int(re.search(r"only (\d+) items are left to recommend to user 3;", err)[1])
     out, _ = run_here(*predict, "--top-k", num_left)
     assert "inf" not in out and len(out.splitlines()) == 1 + num_left
 
@@ -282,7 +282,7 @@ def test_item_ids_that_occur_nowhere_are_neither_ranked_nor_recommended(model, r
     (tmp_path / "users.csv").write_text("user_id\n3\n0\n")
     predict = ["--task", "kgat", "--predict", tmp_path / "users.csv", "--save-dir", run, "--top-k"]
     _, err = run_here(*predict, NUM_ITEMS + 100, status=2)
-    num_left = int(re.search(r"has only (\d+) items", err)[1])
+    num_left = int(re.search(r"only (\d+) items are left to recommend", err)[1])
     out, _ = run_here(*predict, num_left)
     items = [int(row["item"]) for row in csv.DictReader(out.splitlines())]
     assert len(items) == 2 * num_left and not set(items) & set(range(3, 103)) and "inf" not in out
