@@ -33,7 +33,7 @@ class WeightedFlags(FlagGroup):
     num_val: int = flag(17, "validation sequences", at_least=1)
     num_test: int = flag(2, "test sequences", at_least=1)
     dropout: float = flag(0.0, "dropout", at_least=0, below=1)
-    delay_s: float = flag(0.0, "seconds that every forward sleeps", at_least=0)
+    delay_s: float = flag(0.0, "seconds that every forward sleeps", at_least=0, at_most=60)
     width: int = flag(16, "hidden units", at_least=1)
 
 
