@@ -295,7 +295,7 @@ class KgatTask(RecommenderTask):
         dataset = self._datasets[phase]
         if not isinstance(dataset, UserItems):
             return super().largest_samples(phase, epoch, count)
-        return np.argsort(-self.catalogue.train.sizes[dataset.users], kind="stable")[:count]
+        return np.argsort(-dataset.sizes, kind="stable")[:count]
 
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray] | None:
         """Returns unshuffled batches if the data set itself draws random samples in each epoch, else None."""

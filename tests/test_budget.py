@@ -8,9 +8,9 @@ from tests.helpers import budget
 LINES_AND_FILES = {
     "checkpoint": (2008, 7),
     "commands": (3274, 15),
-    "common": (924, 8),
+    "common": (929, 8),
     "failure": (671, 4),
-    "loading": (1741, 11),
+    "loading": (1738, 11),
     "logs": (775, 6),
     "loop": (6594, 30),
     "parallel": (3016, 14),

@@ -78,22 +78,23 @@ class BprSamples(Movable):
 class UserItems(Movable):
     """Data set of the users that have training items; a sample is a user with all of these items.
 
-    users: (n,) int64, the user of each sample.
+    users: (n,) int64, the user of each sample. sizes: (n,) int64, the number of items of each sample.
     """
 
-    stays = frozenset({"users"})
+    stays = frozenset({"users", "sizes"})
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._padding = catalogue.num_items
         self._items = catalogue.train
         self.users = np.flatnonzero(self._items.sizes)
+        self.sizes = self._items.sizes[self.users]
 
     def __len__(self) -> int:
         return len(self.users)
 
     def weights(self, keys: SampleKeys) -> np.ndarray:
         """Returns the number of items of each sample's user, (B,) float32."""
-        return self._items.sizes[self.users[keys.index]].astype(np.float32)
+        return self.sizes[keys.index].astype(np.float32)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
         """Returns {"user": (B,) int64, "items": (B, P) int64, padded with num_items, "weight": (B,) float32}."""

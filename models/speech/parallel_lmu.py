@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from models.speech.legendre import discrete_system, impulse_response, orbit, orthonormal_scale
+from trainer.common.tensors import pinned
 
 _SMALL = 4096
 """Number of operations per channel and time step up to which a matrix product is faster than Fourier transforms."""
@@ -170,7 +171,7 @@ def _responses(memory_size: int, theta: float, size: int, dtype: torch.dtype, de
         impulse, scale = impulse_response(memory_size, theta, size // 2), orthonormal_scale(memory_size, theta)
         spectrum = torch.fft.rfft(scale[:, None] * impulse, size)
         parts = impulse, scale, spectrum.real, spectrum.imag
-        return _Responses(*(_on_device(part.to(dtype), device) for part in parts))
+        return _Responses(*(pinned(part.to(dtype), device).to(device, non_blocking=True) for part in parts))
 
 
 @lru_cache(maxsize=128)
@@ -186,12 +187,8 @@ def _toeplitz(
         lag = torch.arange(num_steps)[:, None] - torch.arange(num_steps)
         ahead = torch.where(lag >= 0, impulse[:, lag.clamp(min=0)], 0.0)  # (memory_size, T, T)
         directions = torch.stack([ahead, ahead.mT][:num_directions], dim=1)
-        return _on_device(directions.permute(2, 1, 0, 3).flatten(0, 2).to(dtype), device)
-
-
-def _on_device(constant: Tensor, device: torch.device) -> Tensor:
-    """Copies a host tensor to a device; the host does not wait for the GPU."""
-    return constant.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else constant.to(device)
+        matrix = directions.permute(2, 1, 0, 3).flatten(0, 2).to(dtype)
+        return pinned(matrix, device).to(device, non_blocking=True)
 
 
 def _memory_after(u: Tensor, responses: _Responses) -> Tensor:

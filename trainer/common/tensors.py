@@ -26,6 +26,11 @@ def empty_like(value: Tensor, device: torch.device) -> Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device=device)
 
 
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a host tensor to pinned memory if the device is a GPU, so that the host need not wait for its upload."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Copies nested dicts, lists and tuples with `function` applied to tensors; converts NumPy scalars to Python."""
     if isinstance(value, Tensor):

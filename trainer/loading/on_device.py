@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from trainer.common.errors import UserError
+from trainer.common.tensors import pinned
 from trainer.loading.arrays import Array
 from trainer.loading.batches import Batch, Collate
 from trainer.loading.order import SampleKeys
@@ -44,7 +45,7 @@ class Movable:
         """Copies host values, such as int64 indices, to the data set's device asynchronously."""
         if self.device is None:
             return torch.from_numpy(values) if self.of_tensors else values
-        return _pinned(torch.from_numpy(values), self.device).to(self.device, non_blocking=True)
+        return pinned(torch.from_numpy(values), self.device).to(self.device, non_blocking=True)
 
     def weights(self, keys: SampleKeys) -> np.ndarray | None:
         """Returns each sample's number of loss terms, as float32 of shape (n,), computed from host data.
@@ -152,7 +153,7 @@ class DeviceLoader(BatchLoader):
             self._check(keys.phase, dataset, batch["weight"], known)
             batch["weight"] = torch.from_numpy(known)
         for name in ("index", "weight"):
-            batch[name] = _pinned(batch[name].cpu(), self._device)
+            batch[name] = pinned(batch[name].cpu(), self._device)
         return batch
 
     def _check(self, phase: int, dataset: Movable, own: Tensor, known: np.ndarray) -> None:
@@ -162,7 +163,3 @@ class DeviceLoader(BatchLoader):
                 f"{own.tolist()[:5]}; make them equal, or remove the method"
             )
         self._unchecked.discard(phase)
-
-
-def _pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.pin_memory() if device.type == "cuda" else tensor
