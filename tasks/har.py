@@ -84,8 +84,8 @@ class HarFlags(FlagGroup):
         None, "own recordings: activity column (default: detected by common column names)", metavar="COLUMN"
     )
     channels: tuple[str, ...] | None = flag(
-        None, "own recordings: columns to use as channels (default: all but subject, label, clock, text, position and "
-        "counter columns)", metavar="COLUMN",
+        None, "own recordings: columns to use as channels (default: all columns of numbers, except subject, label, "
+        "trial, time, row number, location and device)", metavar="COLUMN",
     )  # fmt: skip
     encoding: str | None = flag(None, f"own recordings: {ENCODING}", metavar="NAME")
     on_bad: OnBad = flag(

@@ -88,14 +88,14 @@ class KgatFlags(FlagGroup):
     )
     laplacian: Laplacian = flag(
         "random-walk", "kgat: edge weights until attention is first computed; random-walk: D^-1 A; symmetric: D^-1/2 A "
-        "D^-1/2; reference: symmetric as the published code computes it, which is zero on most graphs", needs=_OF_KGAT,
+        "D^-1/2; reference: symmetric as in KGAT's public code, which makes most weights 0", needs=_OF_KGAT,
     )  # fmt: skip
     softmax: Softmax = flag(
         "separate", "kgat: how attention treats several edges between the same two nodes; separate: one softmax term "
         "for each edge, as in the paper; coalesced: one softmax term with the sum of their logits", needs=_OF_KGAT,
     )  # fmt: skip
     leaky_slope: float = flag(
-        0.01, "kgat: negative slope of LeakyReLU; the first published code uses 0.2", at_least=0, needs=_OF_KGAT
+        0.01, "kgat: negative slope of LeakyReLU; KGAT's TensorFlow code uses 0.2", at_least=0, needs=_OF_KGAT
     )
     dropout: float = flag(
         0.1, "kgat: dropout probability on the output of each layer", at_least=0, below=1, needs=_OF_KGAT
@@ -105,7 +105,7 @@ class KgatFlags(FlagGroup):
     )
     loss: Literal["softmax", "bpr"] = flag(
         "softmax", "training loss; softmax: a sample is a user, whose items are compared with all items; bpr: "
-        "a sample is an item of a user, which is compared with one other item, as in the papers", common=True,
+        "a sample is an item of a user, which is compared with one other item, as in KGAT's paper", common=True,
         needs=_TRAINED, absent="bpr",
     )  # fmt: skip
     l2: float | None = flag(

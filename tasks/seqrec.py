@@ -115,8 +115,8 @@ class SeqrecFlags(FlagGroup):
         "original, or pre with --mhc)", needs=_TRAINED,
     )  # fmt: skip
     time_span: int = flag(
-        256, "maximum time between two items, in units of the user's shortest gap; longer times are reduced to "
-        "it", at_least=1, needs=_TRAINED,
+        256, "maximum time between two items, in units of the user's shortest gap; longer times are clipped",
+        at_least=1, needs=_TRAINED,
     )  # fmt: skip
     l2_emb: float = flag(
         0.0, "factor of the L2 penalty on embedding tables; the penalty is half their sum of squares", at_least=0,

@@ -114,7 +114,7 @@ class TabularFlags(FlagGroup):
         at_least=0, below=1, needs=_OF_A_TABLE, excludes=("test_data",),
     )  # fmt: skip
     tune: Literal["none", "base", "lora"] = flag(
-        "none", "weights to tune; none: no weights, the model reads the training rows as context when it predicts; "
+        "none", "weights to tune; none: no weights (the model reads training rows as context when it predicts); "
         "base: all weights; lora: low-rank adapters", common=True, needs=_OF_A_TABLE,
     )  # fmt: skip
     val_share: float = flag(
@@ -132,7 +132,7 @@ class TabularFlags(FlagGroup):
     lora_rank: int = flag(8, "with --tune lora: rank of the adapters", at_least=1, needs=_OF_LORA)
     lora_alpha: float = flag(16.0, "with --tune lora: scale the adapters by ALPHA / rank", above=0, needs=_OF_LORA)
     lora_targets: tuple[str, ...] = flag(
-        ("*",), "with --tune lora: name patterns of linear layers that get adapters, for example *.query *.value",
+        ("*",), "with --tune lora: linear layers that get adapters, as patterns of names, for example *.query *.value",
         metavar="PATTERN", needs=_OF_LORA,
     )  # fmt: skip
     num_estimators: int = flag(
@@ -151,7 +151,7 @@ class TabularFlags(FlagGroup):
     min_features: int = flag(2, "minimum number of columns in a synthetic table", at_least=1)
     max_features: int = flag(12, "maximum number of columns in a synthetic table", at_least=1)
     max_classes: int = flag(
-        10, "maximum number of classes in a synthetic table and in one model call; more take several calls",
+        10, "maximum number of classes in a synthetic table and in one model call; more classes take several calls",
         at_least=2, at_most=10,
     )  # fmt: skip
     prior_version: Literal["1", "2"] = flag(
