@@ -126,7 +126,7 @@ def read_command_line(
         environment, contradictions = read_rank_environment(os.environ, flags.multi)
         problems += [with_origins(problem, flags.origins) for problem in contradictions]
     if flags.several.wanted and environment is not None:
-        problems.append(f"{flags.several.as_given}: starts its own processes; run it without the launcher")
+        problems.append(f"{flags.several.as_given}: starts its own processes; run it without torchrun or srun")
     if problems and environment is not None and not environment.tells_user:
         time.sleep(TOLD_WITHIN_S)
         raise Failure("\n".join(problems), EXIT_BAD_INPUT)

@@ -433,8 +433,8 @@ class Task(ABC):
         A fold's runs get these flags in addition to their other flags. May raise UserError; the default always does.
         """
         raise UserError(
-            f"--folds {num_folds}: this task's data cannot be split into folds; leave it out (for your own task define "
-            f"{type(self).__name__}.fold_flags)"
+            f"--folds {num_folds}: this task's data cannot be split into folds; leave --folds out, or define "
+            f"{type(self).__name__}.fold_flags in your own task"
         )
 
     def ensemble(self, objectives: Sequence[Objective]) -> Objective | None:

@@ -216,7 +216,7 @@ def _refuse_other_rates(people: Mapping[str, float], usual_hz: float | None, whe
         told = "; ".join(f"{shown(in_order(names))}: {rate} rows per second" for rate, names in others.items())
         raise UserError(
             f"{where}: the clock shows different rates for some people ({told}; all other people: {usual_hz:.4g}), "
-            "but all windows must last equally long; resample to one rate, remove these people, or remove the "
+            "but all windows must have the same duration; resample to one rate, remove these people, or remove the "
             "clock column if it is wrong"
         )
 

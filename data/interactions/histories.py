@@ -83,7 +83,7 @@ class Histories:
                 left[name] = self._interactions.num_items - num_seen
         if left:
             fewest = min(left.values())
-            fewer = f"choose at most {fewest}, or remove" if fewest else "take"
+            fewer = f"choose at most {fewest}, or remove" if fewest else "remove"
             raise UserError(
                 f"--top-k {self.num_places}: {where}: fewer items are left to recommend for "
                 f"{shown(f'user {name} ({num})' for name, num in left.items())}; {fewer} these users from the table"

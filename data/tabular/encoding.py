@@ -79,8 +79,8 @@ class ColumnCode:
                 what = f"they exceed {LARGEST_NUMBER:g}" if is_number else "they are not numbers"
             unit = " ".join(filter(None, [self.spelling.head, self.spelling.tail]))
             what += f" with the unit {unit}" if unit else ""
-            count = f"{lost.sum():,} of {len(lost):,} values count as missing"
-            found.append(f"{self.name}: {count} because {what}, such as {example!r}.")
+            count = f"{lost.sum():,} of {len(lost):,} values, such as {example!r}, count as missing"
+            found.append(f"{self.name}: {count}, because {what}.")
         return found
 
 

@@ -168,7 +168,7 @@ def _report(raw: Column, typed: Column) -> ColumnReport:
     if len(lost.distinct) == 1:
         notes.append(f"{lost.distinct_texts[0]!r} counts as missing")
     elif len(lost.distinct) > 1:
-        notes.append(f"count as missing, because they are not numbers: {_shown(list(map(repr, lost.distinct_texts)))}")
+        notes.append(f"{_shown(list(map(repr, lost.distinct_texts)))} count as missing, because they are not numbers")
     return ColumnReport(raw.name, "number", num_missing, _values(typed), "; ".join(notes))
 
 

@@ -159,7 +159,7 @@ def test_weights_do_not_meet_other_data_of_the_same_size(more, advice, trained, 
     text, run = trained
     text.write_text("abdabdabdabd" * 8)
     _, err = on_cpu(*TASK, "--text", text, "--save-dir", run, *more, status=2)
-    assert len(err) == 1 and "letters of the training data differs from the checkpoint" in err[0], err
+    assert len(err) == 1 and "the letters of the training data and of the checkpoint" in err[0], err
     assert err[0].endswith(f": abd instead of abc; use the same data{advice}")
 
 

@@ -165,7 +165,7 @@ def test_parameters_in_parts_are_said_to_be_lost(environment, tmp_path):
     life = Life(tmp_path / "run", IN_DOUBLE)
     job = life.attempt(partial(Forks, environment=struck(environment, tmp_path, rank=1), form="fsdp"), WORLD_SIZE)
     assert life.statuses == [75, -9, 1], job.output
-    said = "The steps after optimizer step 6, the newest checkpoint, could not be saved, because no process has all"
+    said = "The newest checkpoint is from optimizer step 6; later steps could not be saved, because no process has all"
     assert said in job.output
 
 

@@ -254,7 +254,7 @@ def test_a_buffer_that_becomes_nan_is_no_matter_of_the_rate(shaped, tmp_path):
         return Spoiling(Plus(lambda model, x: 0.0, table=torch.zeros(2)))
 
     err = shaped(tmp_path, status=2, build_objective=build_objective)
-    assert_messages(err, "table contains NaN after optimizer step 1, so nothing is saved")
+    assert_messages(err, "NaN in buffer(s) table after optimizer step 1, so nothing is saved")
     assert "--lr" not in err[0]
 
 
@@ -325,7 +325,7 @@ def test_facts_of_many_types_are_those_of_the_next_start(shaped, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["data_facts"]["by number"]["10"] == "b"
     assert shaped(tmp_path, "--eval-only", **members) == []
     err = shaped(tmp_path, "--eval-only", status=2, describe_data=lambda self: FACTS | {"pair": (1, (2, 3))})
-    assert_messages(err, "pair of the training data differs from the checkpoint")
+    assert_messages(err, "the pair of the training data and of the checkpoint")
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_launcher_of_several_runs(refused, tmp_path, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     args = [*TINY, "--multi-gpu", "ddp", "--seeds", 2, "--save-dir", tmp_path / "run"]
-    refused(["--seeds 2: starts its own processes; run it without the launcher"], *args, several_devices=True)
+    refused(["--seeds 2: starts its own processes; run it without torchrun or srun"], *args, several_devices=True)
     assert not contents(tmp_path)
 
 

@@ -91,7 +91,7 @@ def test_scaling_command(command, tmp_path):
     files = ["--json", tmp_path / "scaling.json", "--board", tmp_path / "board"]
     out = command("profiler.py", "scaling", *arguments, *files, CUDA_VISIBLE_DEVICES="").stdout
     single, ddp = json.loads((tmp_path / "scaling.json").read_text())["worlds"]
-    assert "DataParallel needs at least two GPUs" in out
+    assert "DataParallel, which needs at least two GPUs" in out
     assert (single["mode"], ddp["mode"], ddp["num_devices"]) == ("single", "ddp", 2)
     assert (single["global_batch_size"], ddp["global_batch_size"]) == (8, 16)
     assert 1.3 < ddp["speedup"] < 2.5  # sleeping does not need a core

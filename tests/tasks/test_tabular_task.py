@@ -224,10 +224,10 @@ def test_tuning_does_not_go_on_from_other_data(table, run_here, refused, tmp_pat
     argv = [*TASK, "--label", "kind", "--tune", "base", "--num-episodes", 2, "--epochs", 2, "--num-estimators", 1]
     learned = tmp_path / "learned"
     _, err = run_here(*argv, "--data-dir", table, "--save-dir", learned, status=2)
-    assert "classes of the training data differs from the checkpoint: big small instead of (none)" in err
+    assert "the classes of the training data and of the checkpoint differ: big small instead of (none)" in err
     run_here(*argv, "--data-dir", table, "--save-dir", tmp_path / "tuned")
     other = write_table(tmp_path / "other.csv", seed=5)
-    refused(["rows of the training data differs from"], *argv, "--data-dir", other, "--save-dir", tmp_path / "tuned")
+    refused(["the rows of the training data"], *argv, "--data-dir", other, "--save-dir", tmp_path / "tuned")
 
 
 def test_a_table_with_one_column_is_exported_with_padding(make_task, tmp_path):

@@ -453,13 +453,13 @@ def start_facts(flags: Flags, task: Task, strategy: Strategy) -> dict[str, Any]:
 
 def build_watches(flags: Flags, task: Task, learner: Learner, strategy: Strategy, learning_rate: float) -> list[Watch]:
     """Creates the observers (`Watch`) of a run's steps. learning_rate: peak learning rate."""
-    advice = f"lower --lr {learning_rate:g}, lengthen --warmup-epochs, lower --max-grad-norm {learner.max_grad_norm:g}"
+    clipping = f"clip gradients more than --max-grad-norm {learner.max_grad_norm:g} does"
+    advice = f"lower --lr {learning_rate:g}, lengthen --warmup-epochs, {clipping}"
     watches: list[Watch] = []
     if flags.multi is not None and strategy.group.world_size > 1:
         watches = [Lockstep(learner.objective, strategy, flags.multi.lockstep_every), RankTimes(strategy.group)]
-    if isinstance(learner, Watch):
-        watches.append(learner)
-    return [*watches, StepOutcomes(strategy, task.phases, flags.learning.on_nonfinite, advice)]
+    own = [learner] if isinstance(learner, Watch) else []
+    return [*watches, *own, StepOutcomes(strategy, task.phases, flags.learning.on_nonfinite, advice)]
 
 
 def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) -> Learner:

@@ -63,12 +63,12 @@ def export_model(flags: Flags, strategy: Strategy) -> None:
     if not difference <= _TOLERANCE[dtype]:
         raise UserError(
             f"--export {path}: not written, because outputs of the exported program and the model differ by up to "
-            f"{difference:.1e} of the largest output"
+            f"{difference:.1e} times the largest output; provide another form of the model with `Task.exported`"
         )
     write_output(path, content, "--export")
     say(f"Exported {run.label} to {path}. Inputs: {', '.join(f'{name} {shape}' for name, shape in inputs.items())}")
     sizes = f"{len(calls)} batches of {min(_BATCH_SIZES)} to {max(_BATCH_SIZES)} samples"
-    say(f"Compared with the model on {sizes}: outputs differ by up to {difference:.1e} of the largest output.")
+    say(f"Compared with the model on {sizes}: outputs differ by up to {difference:.1e} times the largest output.")
 
 
 def example_batches(task: Task) -> Iterator[Batch]:

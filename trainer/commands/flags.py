@@ -112,7 +112,7 @@ def contradictions(flags: Flags) -> list[str]:
     if flags.batch.parts and flags.multi is not None:
         parts, multi_gpu = f"--parts {flags.batch.parts}", flags.multi.multi_gpu
         if multi_gpu not in (None, forms.USUAL):
-            found.append(f"{parts}: needs --multi-gpu {forms.USUAL}, as {multi_gpu} adds gradients in another order")
+            found.append(f"{parts}: needs --multi-gpu {forms.USUAL}, as {multi_gpu} adds gradients in no fixed order")
         if flags.multi.sync_bn:
             found.append(f"{parts} and --sync-bn: exclude each other; give only one of them")
     uses = {"--predict": flags.prediction.predict, "--export": flags.exporting.export}

@@ -184,7 +184,7 @@ class Changes:
         for name in sorted(then.keys() | now.keys() if to_train else then.keys()):
             if not alike(then.get(name), now.get(name)):
                 raise UserError(
-                    f"{name} of the training data differs from {source}: {_beginning(now.get(name))} instead of "
+                    f"the {name} of the training data and of {source} differ: {_beginning(now.get(name))} instead of "
                     f"{_beginning(then.get(name))}; {self._advice_on_data(to_train)}"
                 )
 

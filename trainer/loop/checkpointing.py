@@ -181,15 +181,15 @@ def refuse_non_finite(
     buffers = dict(model.named_buffers())
     if all(name in buffers for name in bad):
         raise UnfitState(
-            f"{', '.join(bad[:3])} contains NaN after optimizer step {progress.step}, so nothing is saved; earlier "
-            "checkpoints are intact; initialise such buffers with numbers or infinities"
+            f"NaN in buffer(s) {', '.join(bad[:3])} after optimizer step {progress.step}, so nothing is saved; earlier "
+            "checkpoints are intact; initialise buffers with numbers or infinities"
         )
     position = progress.position
     epoch = position.epoch if position.at_epoch_start else position.epoch + 1
     raise UnfitState(
         f"training diverged: non-finite values in {', '.join(bad[:3])} after optimizer step {progress.step} (epoch "
         f"{epoch}), so nothing is saved; earlier checkpoints are intact; lower --lr {learning_rate:g}, lengthen "
-        f"--warmup-epochs or lower --max-grad-norm {learner.max_grad_norm:g}"
+        f"--warmup-epochs or clip gradients more than --max-grad-norm {learner.max_grad_norm:g} does"
     )
 
 

@@ -168,8 +168,8 @@ def check_same_parameters(objective: nn.Module, group: Group, where: str) -> Non
         return
     expected, found = next(pair for pair in zip_longest(models[0], models[rank]) if pair[0] != pair[1])
     raise UserError(
-        f"{where}: build_objective makes different parameters on rank {rank} and rank 0, or orders them differently, "
-        f"as iterating over a set does: {found} where rank 0 has {expected}"
+        f"{where}: build_objective makes different parameters on rank {rank} and rank 0, or orders them differently: "
+        f"{found} where rank 0 has {expected}; build the same model on all ranks, without iterating over a set"
     )
 
 

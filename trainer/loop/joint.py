@@ -33,9 +33,9 @@ def refuse_joint(objective: Objective, strategy: Strategy, compiles: bool) -> No
     name = f"{type(objective).__name__}.joint_loss"
     refuse_coupling(name, strategy)
     if strategy.exchanges_in_forward:
-        raise UserError(f"--multi-gpu fsdp: {name} may use parameters outside of blocks; use --multi-gpu ddp")
+        raise UserError(f"--multi-gpu fsdp: {name} may run while parameters are sharded; use --multi-gpu ddp")
     if compiles:
-        raise UserError(f"--compile: {name} runs each forward pass twice, and compiled passes may differ; leave it out")
+        raise UserError(f"--compile: {name} runs each forward pass twice, but compiled ones may differ; omit --compile")
 
 
 class JointForward(nn.Module):

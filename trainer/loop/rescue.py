@@ -154,7 +154,7 @@ def _save_last_step(run: Run, last: LastStep) -> bool:
         say(f"The state after optimizer step {num_saved} is saved; the same command resumes from there.")
     elif run.progress.step > num_saved:
         why = "" if run.strategy.has_full_state else ", because no process has all parameters"
-        say(f"The steps after optimizer step {num_saved}, the newest checkpoint, could not be saved{why}.")
+        say(f"The newest checkpoint is from optimizer step {num_saved}; later steps could not be saved{why}.")
     return num_saved > last.first
 
 

@@ -248,8 +248,8 @@ def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module])
         if (unit, not parameter.is_complex()) in of_kind and parameter.requires_grad:
             pair = " and ".join(of_kind[unit, is_complex] for is_complex in (True, False))
             raise UserError(
-                f"--multi-gpu fsdp: {pair} are sharded together, but only the first is complex; store it as real "
-                "pairs and call torch.view_as_complex in the forward, or use --multi-gpu ddp"
+                f"--multi-gpu fsdp: {pair} are sharded together, but only the first is complex; store it as "
+                "real pairs for torch.view_as_complex in the forward pass, or use --multi-gpu ddp"
             )
 
 

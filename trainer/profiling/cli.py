@@ -108,7 +108,7 @@ def in_worlds(command: Command, argv: Sequence[str], environment: RankEnvironmen
     """Calls `measure`, which starts processes for each number of devices; returns the exit status."""
     flags, problems = parse([*argv[1:], *FOR_SEVERAL_DEVICES], True, command.tool, command.about, command=argv[0])
     if one_process_problems(os.environ):
-        problems.append(f"{argv[0]}: starts its own processes; run it without the launcher")
+        problems.append(f"{argv[0]}: starts its own processes; run it without torchrun or srun")
     if flags.multi is not None and flags.multi.nproc is not None:
         problems.append(f"--nproc {flags.multi.nproc}: {argv[0]} chooses the number of processes; omit --nproc")
     problems += [*not_measured(flags), *command.problems(flags, argv[1:]), *unwritable_targets(flags.tool)]

@@ -53,7 +53,10 @@ def opened(
         set_up_torch(flags, strategy.group)
         task = strategy.group.together(lambda: build_task(flags))
     if task.fitted:
-        raise UserError(f"--task {flags.run.task}: with these flags its model is fitted without optimizer steps")
+        raise UserError(
+            f"--task {flags.run.task}: with these flags its model is fitted without optimizer steps; choose another "
+            "model"
+        )
     with ExitStack() as leaving:
         folder = Path(leaving.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-profile-")))
         run_flags, checkpoint = replace(flags.run, max_minutes=0.0), replace(flags.checkpoint, save_dir=folder)

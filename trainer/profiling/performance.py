@@ -53,7 +53,7 @@ class PerformanceProfiler:
 
     def __post_init__(self) -> None:
         if self.repeats < 1 or self.warm_up < 0:
-            raise ValueError(f"repeats {self.repeats} must be at least 1, warm_up {self.warm_up} must be at least 0")
+            raise ValueError(f"repeats {self.repeats} and warm_up {self.warm_up}: must be at least 1 and at least 0")
         # a tensor's device has an index, unlike "cuda"
         self._device = torch.empty(0, device=self.device or _device_of(self.model)).device
         self._batches: list[Any] = []
@@ -291,8 +291,8 @@ def _training_loss(model: nn.Module, batch: Any, loss: LossFunction | None) -> T
     found = found[0] if isinstance(found, list | tuple) else found
     if not isinstance(found, Tensor) or not found.requires_grad:
         raise TypeError(
-            f'cannot run backward from the model\'s {type(output).__name__}: return a "loss" entry, or pass a loss '
-            "function with batches of (inputs, targets)"
+            f'cannot compute gradients from the model\'s {type(output).__name__}: return a "loss" entry, or pass a '
+            "loss function with batches of (inputs, targets)"
         )
     return found.float().sum()
 

@@ -62,7 +62,7 @@ def profile_scaling(flags: Flags, argv: Sequence[str]) -> None:
     sizes = sorted(set(tool.world_sizes) - {1})
     worlds = [World("single"), *(World(mode, size) for mode in modes for size in sizes)]
     if not chosen_gpus(flags):
-        print("DataParallel needs at least two GPUs, but there are none: it is skipped.")
+        print("Skipping DataParallel, which needs at least two GPUs.")
         warn_of_threads(flags)
         if worlds[-1].num_devices > num_cores():
             print(f"{worlds[-1].num_devices} processes share {num_cores()} cores, so their speeds are unreliable.")

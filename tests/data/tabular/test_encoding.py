@@ -45,12 +45,12 @@ def test_unknown_values_count_as_missing_and_are_reported(read, encoding) -> Non
     table = read("n,t\n1,new\nmany,b\n,c\n")
     assert_rows(encoding.encode(table), (standardised(1), np.nan), (np.nan, 0), (np.nan, 1))
     assert encoding.remarks(table) == [
-        "n: 1 of 3 values count as missing because they are not numbers, such as 'many'.",
-        "t: 1 of 3 values count as missing because no training row has them, such as 'new'.",
+        "n: 1 of 3 values, such as 'many', count as missing, because they are not numbers.",
+        "t: 1 of 3 values, such as 'new', count as missing, because no training row has them.",
     ]
     assert encoding.remarks(read(TRAIN)) == []
     [remark] = encoding.remarks(read("n,t\n1e300,b\n"))
-    assert remark == "n: 1 of 1 values count as missing because they exceed 1e+100, such as '1e300'."
+    assert remark == "n: 1 of 1 values, such as '1e300', count as missing, because they exceed 1e+100."
 
 
 def test_only_the_rows_that_are_learned_from_count(read) -> None:

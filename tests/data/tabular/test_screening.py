@@ -114,7 +114,7 @@ def test_texts_in_a_column_of_numbers_are_counted(screen) -> None:
     table = screen(other=["many", *range(5, NUM_ROWS + 4)])
     assert noted(table) == {"other": "number: 'many' counts as missing"} and table.reports[1].num_missing == 1
     table = screen(other=["many", "few", *range(5, NUM_ROWS + 3)])
-    assert noted(table) == {"other": "number: count as missing, because they are not numbers: 'few', 'many'"}
+    assert noted(table) == {"other": "number: 'few', 'many' count as missing, because they are not numbers"}
     assert table.features.column("other").is_missing.sum() == table.reports[1].num_missing == 2
 
 

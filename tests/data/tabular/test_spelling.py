@@ -147,7 +147,7 @@ def test_new_rows_need_the_unit_of_training(read) -> None:
     encoding = Encoding.fit(table.features, table.labels)
     assert np.isnan(encoding.encode(read("x\n154 lb\n70\n70 kg\n"))).tolist() == [[True], [True], [False]]
     assert encoding.remarks(read("x\n154 lb\n70 kg\n")) == [
-        "x: 1 of 2 values count as missing because they are not numbers with the unit kg, such as '154 lb'."
+        "x: 1 of 2 values, such as '154 lb', count as missing, because they are not numbers with the unit kg."
     ]
 
 
