@@ -134,12 +134,12 @@ def test_killed_between_any_two_operations_the_old_or_the_new_state_is_there(tmp
     directory, _ = opened(keep=1)
     operations, failures = disk_operations
     save(directory, 1)
-    directory.release()
     shutil.copytree(directory.path, tmp_path / "before")
     operations.clear()
     save(directory, 2, best_epoch=2)
     num_operations = len(operations)
     assert num_operations == 9
+    directory.release()
     for n in range(num_operations):
         shutil.rmtree(directory.path)
         shutil.copytree(tmp_path / "before", directory.path)

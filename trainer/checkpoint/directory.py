@@ -17,7 +17,7 @@ from typing import Any
 
 from trainer.checkpoint.background import NoRoom, state_bytes
 from trainer.checkpoint.file import CheckpointReader, NewerFormat, read_checkpoint, size_and_sum, write_checkpoint
-from trainer.checkpoint.lock import KERNEL_LOCK, LOCK, Lock, LockTaken, Writer, take_lock
+from trainer.checkpoint.lock import KERNEL_LOCK, LOCK, Lock, LockTaken, take_lock
 from trainer.checkpoint.manifest import (
     CHECKPOINT_NAME,
     LINKS,
@@ -91,8 +91,9 @@ class RunDirectory:
         return self.lock is not None
 
     @property
-    def writer(self) -> Writer:
-        return self.lock or Writer()
+    def writer(self) -> Lock:
+        assert self.lock is not None
+        return self.lock
 
     def release(self) -> None:
         if self.lock is not None:
@@ -271,7 +272,7 @@ def _size(num_bytes: int) -> str:
 # --- finding checkpoints, also in damaged directories --------------------------------------------------------------
 
 
-def claim_temporary_files(folder: Path, writer: Writer) -> None:
+def claim_temporary_files(folder: Path, writer: Lock) -> None:
     """Renames or deletes temporary files, so that a suspended previous holder of the lock cannot complete them.
 
     Renames checkpoints, because they may be complete and in the manifest; deletes other files. Raises OSError.
@@ -307,7 +308,7 @@ def find_checkpoints(folder: Path, say: Callable[[str], None]) -> tuple[list[Ent
     return entries, [] if entries else lost
 
 
-def put_in_place(folder: Path, entries: Sequence[Entry], say: Callable[[str], None], writer: Writer) -> None:
+def put_in_place(folder: Path, entries: Sequence[Entry], say: Callable[[str], None], writer: Lock) -> None:
     """Links standard names to checkpoints found under other names, and updates the entries. Raises OSError."""
     for entry in entries:
         if re.fullmatch(CHECKPOINT_NAME, entry.file):
@@ -320,7 +321,7 @@ def put_in_place(folder: Path, entries: Sequence[Entry], say: Callable[[str], No
             say(f"{target} was missing and has been restored from {source.name}.")
 
 
-def set_aside(path: Path, writer: Writer) -> None:
+def set_aside(path: Path, writer: Lock) -> None:
     """Renames a damaged checkpoint to .damaged and deletes its links. Raises OSError, or LockTaken."""
     for name in LINKS:
         link_to = path.with_name(name)

@@ -49,37 +49,12 @@ class Holder:
         return f"{self.who}\nmachine {self.machine}\ntoken {self.token}\n"
 
 
-class Writer:
-    """Renames and deletes files in a folder that no other process uses."""
-
-    def temporary(self, path: Path) -> Path:
-        """Returns the temporary name under which a file is written."""
-        return path.with_suffix(".tmp")
-
-    def rename(self, temporary: Path, path: Path) -> None:
-        """Gives a complete file its final name. Raises OSError."""
-        temporary.rename(path)
-
-    def require(self) -> None:
-        """Raises LockTaken or OSError if this process must not change the folder."""
-
-    def delete(self, path: Path) -> None:
-        self.require()
-        path.unlink(missing_ok=True)
-
-    def replace_text(self, path: Path, text: str) -> None:
-        """Replaces a file atomically and durably. Raises OSError."""
-        with written_as_a_whole(path, self.temporary(path), rename=self.rename) as file:
-            file.write(text)
-        flush_path(path.parent)
-
-
 class LockTaken(UserError):
     """Raised if another process has taken over the directory, so this process must not write to it."""
 
 
-class Lock(Writer):
-    """Lock of a folder, held by this process."""
+class Lock:
+    """Lock of a folder, held by this process, which renames and deletes files in the folder."""
 
     def __init__(self, folder: Path, file: IO[str], holder: Holder) -> None:
         self._path = folder / LOCK
@@ -97,6 +72,7 @@ class Lock(Writer):
         threading.Thread(target=self._renew, name="lock", daemon=True).start()
 
     def temporary(self, path: Path) -> Path:
+        """Returns the temporary name under which a file is written."""
         return path.with_suffix(f".{self._holder.token}.tmp")
 
     def rename(self, temporary: Path, path: Path) -> None:
@@ -118,6 +94,17 @@ class Lock(Writer):
                 f"--save-dir {self._path.parent}: {holder.who or 'another process'} took it over, because this "
                 "process did not respond or the job restarted; this process stops; checkpoints are intact"
             )
+
+    def delete(self, path: Path) -> None:
+        """Deletes a file if it exists. Raises OSError or LockTaken."""
+        self.require()
+        path.unlink(missing_ok=True)
+
+    def replace_text(self, path: Path, text: str) -> None:
+        """Replaces a file atomically and durably. Raises OSError or LockTaken."""
+        with written_as_a_whole(path, self.temporary(path), rename=self.rename) as file:
+            file.write(text)
+        flush_path(path.parent)
 
     def release(self) -> None:
         """Releases the kernel's lock, and empties `lock` unless another process took over or the disk fails."""

@@ -26,7 +26,7 @@ from trainer.checkpoint.format import (
     text,
     truth,
 )
-from trainer.checkpoint.lock import Writer
+from trainer.checkpoint.lock import Lock
 from trainer.common.errors import DiskError
 from trainer.common.files import MOST_RECORD, MOST_WHOLE, NO_FILE, flush_path, read_whole, without_nan
 from trainer.flags import CheckpointFlags
@@ -154,7 +154,7 @@ def read_manifest(path: Path, say: Callable[[str], None] = lambda line: None) ->
     return []
 
 
-def write_manifest(path: Path, entries: Sequence[Entry], writer: Writer) -> None:
+def write_manifest(path: Path, entries: Sequence[Entry], writer: Lock) -> None:
     """Replaces the manifest atomically and durably. Raises OSError or LockTaken."""
     content = {"checkpoints": [asdict(entry) for entry in entries]}
     writer.replace_text(path, json.dumps(content, indent=2) + "\n")
@@ -188,7 +188,7 @@ def unused_path(folder: Path, position: Position) -> Path:
 # --- links and eviction --------------------------------------------------------------------------------------------
 
 
-def update_links(folder: Path, entries: Sequence[Entry], is_finished: bool, writer: Writer) -> None:
+def update_links(folder: Path, entries: Sequence[Entry], is_finished: bool, writer: Lock) -> None:
     """Links last.pth, best.pth and, if the run is finished, final.pth to their checkpoints. Raises OSError."""
     newest = entries[-1] if entries else None
     for name, entry in zip(LINKS, (newest, newest_best(entries), newest if is_finished else None), strict=True):
@@ -196,7 +196,7 @@ def update_links(folder: Path, entries: Sequence[Entry], is_finished: bool, writ
             link(folder / name, folder / entry.file, writer)
 
 
-def link(name: Path, file: Path, writer: Writer) -> None:
+def link(name: Path, file: Path, writer: Lock) -> None:
     """Creates a hard link, or a copy if the file system has no hard links. Raises OSError."""
     if name.exists() and name.samefile(file):
         return
@@ -227,7 +227,7 @@ def retention_of(flags: CheckpointFlags, task: Task) -> Retention:
 
 
 def evict(
-    folder: Path, entries: Sequence[Entry], retention: Retention, is_intact: Callable[[Entry], bool], writer: Writer
+    folder: Path, entries: Sequence[Entry], retention: Retention, is_intact: Callable[[Entry], bool], writer: Lock
 ) -> list[Entry]:
     """Deletes checkpoints that `retention` does not keep, and returns the remaining entries. entries: oldest first.
 
