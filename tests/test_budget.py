@@ -8,12 +8,12 @@ from tests.helpers import budget
 LINES_AND_FILES = {
     "checkpoint": (1996, 7),
     "commands": (3274, 15),
-    "common": (929, 8),
-    "failure": (671, 4),
+    "common": (956, 8),
+    "failure": (668, 4),
     "loading": (1738, 11),
     "logs": (775, 6),
-    "loop": (6594, 30),
-    "parallel": (3016, 14),
+    "loop": (6575, 30),
+    "parallel": (2993, 14),
     "trainer": (2705, 8),
 }
 """Of each room of trainer/ but profiling; "trainer" is the files in none."""

@@ -11,10 +11,11 @@ from tests.conftest import REFUSAL, TINY, contents
 from tests.helpers import forks
 from tests.helpers.processes import NO_GPU, free_port
 from trainer.common.errors import UserError
+from trainer.common.process import within
 from trainer.config import options
 from trainer.flags import TRAINER_GROUPS
 from trainer.parallel.environment import RankEnvironment
-from trainer.parallel.rendezvous import MOST_NAMED, _claim_rank, refuse_differences, within
+from trainer.parallel.rendezvous import MOST_NAMED, _claim_rank, refuse_differences
 from trainer.registry import find_task
 
 LOCAL = {
@@ -106,8 +107,7 @@ def test_another_number_of_ranks_is_refused(come):
 
 def test_what_torch_waits_for_without_an_end_is_given_up():
     forever = threading.Event()
-    with pytest.raises(RuntimeError, match="no answer"):
-        within(0.05, forever.wait)
+    assert within(0.05, forever.wait) is None
     forever.set()
     assert within(60, lambda: 7) == 7
     with pytest.raises(UserError, match="no"):

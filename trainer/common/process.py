@@ -1,11 +1,15 @@
-"""Names this process for messages, and prints lines without failing if the terminal has closed."""
+"""Names this process for messages, prints lines even if the terminal has closed, and limits the time of calls."""
 
 import os
 import socket
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def own_name() -> str:
@@ -51,3 +55,26 @@ def open_missing() -> None:
 
 def _to_nowhere(name: str) -> None:
     setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (open until the process exits)
+
+
+def within(limit_s: float, function: Callable[[], T]) -> T | None:
+    """Returns the result of a function, or None if the function does not return within `limit_s` seconds.
+
+    Runs the function in a daemon thread, because calls of PyTorch or of a driver may never return; the thread is not
+    stopped. Raises the function's exception.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:  # re-raised in the waiting thread
+            errors.append(error)
+
+    thread = threading.Thread(target=call, name="within", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    for error in errors:
+        raise error
+    return results[0] if results else None

@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass
 
 import torch.distributed as dist
 
-from trainer.common.process import boot_of_kernel
+from trainer.common.process import boot_of_kernel, within
 from trainer.failure.errors import Failure, exit_at_once
 
 EXCHANGE = "the exchange with the other ranks"
@@ -115,12 +115,10 @@ class HeartbeatMonitor:
 
         compose: called to build the report if no other rank has reported. Returns None if the store does not respond.
         """
-        reports: list[tuple[Failure, bool]] = []
-        # a store whose host process is suspended never responds, so the wait needs a limit
-        thread = threading.Thread(target=self._agree, args=(compose, reports), name="report", daemon=True)
-        thread.start()
-        thread.join(REPORT_WITHIN_S)
-        return reports[0] if reports else None
+        with suppress(Exception):
+            # a store whose host process is suspended never responds, so the wait needs a limit
+            return within(REPORT_WITHIN_S, lambda: self._agree(compose))
+        return None
 
     def ping(self) -> dict[int, Heartbeat]:
         """Asks all ranks for a heartbeat, waits up to ANSWER_WITHIN_S, and returns each rank's last heartbeat."""
@@ -134,16 +132,15 @@ class HeartbeatMonitor:
                 return beats
             time.sleep(0.05)
 
-    def _agree(self, compose: Callable[[], Failure], reports: list[tuple[Failure, bool]]) -> None:
-        with suppress(Exception):
-            is_first = self._store.add(NUM_REPORTERS, 1) == 1
-            if is_first:
-                failure = compose()
-                report = [str(failure), failure.status, failure.memory_limit, failure.lost]
-                self._store.set(END_REPORT, json.dumps(report))
-            while not self._store.check([END_REPORT]):
-                time.sleep(0.05)
-            reports.append((self._reported(), is_first))
+    def _agree(self, compose: Callable[[], Failure]) -> tuple[Failure, bool]:
+        is_first = self._store.add(NUM_REPORTERS, 1) == 1
+        if is_first:
+            failure = compose()
+            report = [str(failure), failure.status, failure.memory_limit, failure.lost]
+            self._store.set(END_REPORT, json.dumps(report))
+        while not self._store.check([END_REPORT]):
+            time.sleep(0.05)
+        return self._reported(), is_first
 
     def _reported(self) -> Failure:
         return Failure(*json.loads(self._store.get(END_REPORT)))

@@ -21,7 +21,7 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.lock import LockTaken
 from trainer.checkpoint.manifest import newest_best
 from trainer.common.errors import DiskError, UnfitState, UserError, reason
-from trainer.common.process import to_stdout
+from trainer.common.process import to_stdout, within
 from trainer.failure.errors import EXIT_BAD_INPUT, EXIT_RESTART, Failure, print_error
 from trainer.loop.checkpointing import Outline, diverged, refuse_another_model, state_of
 from trainer.loop.learner import Learner
@@ -145,7 +145,8 @@ def _save_last_step(run: Run, last: LastStep) -> bool:
         _take_over(directory)
     num_saved = directory.entries[-1].step if directory.entries else 0
     copied = partial(_copied, run.learner, run.strategy, last, num_saved, run.model_outline, run.facts)
-    state = _in_time(copied) if run.strategy.has_full_state else None
+    # limited, because the GPU driver may block forever
+    state = within(COPY_WITHIN_S, copied) if run.strategy.has_full_state else None
     # A best checkpoint that is not yet on disk is lost with its writer; the saved state must not refer to it.
     saved = newest_best(directory.entries)
     if state is not None and (state["best"] is None or (saved is not None and saved.value == state["best"]["value"])):
@@ -168,26 +169,6 @@ def _take_over(directory: RunDirectory) -> None:
             if time.monotonic() > deadline or not directory.path.exists():
                 raise
         time.sleep(0.05)
-
-
-def _in_time(copied: Callable[[], dict[str, Any] | None]) -> dict[str, Any] | None:
-    """Returns the result of `copied`, or None if copying takes longer than `COPY_WITHIN_S`."""
-    found: list[dict[str, Any] | None] = []
-    errors: list[Exception] = []
-
-    def attempt() -> None:
-        try:
-            found.append(copied())
-        except Exception as error:  # re-raised in the waiting thread
-            errors.append(error)
-
-    # in another thread, because the GPU driver may block forever
-    thread = threading.Thread(target=attempt, name="rescue", daemon=True)
-    thread.start()
-    thread.join(COPY_WITHIN_S)
-    if errors:
-        raise errors[0]
-    return found[0] if found else None
 
 
 def _copied(

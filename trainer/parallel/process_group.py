@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.common.errors import UserError, reason
+from trainer.common.process import within
 from trainer.common.torch_private import num_exchanges
 from trainer.failure.diagnosis import GroupDiagnosis
 from trainer.failure.errors import EXIT_BAD_INPUT, Failure, exit_at_once, print_error
@@ -24,7 +25,7 @@ from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.devices import usable_gpus
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.group import Group, result_or_refusal
-from trainer.parallel.rendezvous import ALIKE, join, within
+from trainer.parallel.rendezvous import ALIKE, join
 
 T = TypeVar("T")
 
@@ -155,7 +156,10 @@ class ProcessGroup(Group):
             return store, self.gather((socket.gethostname(), os.getpid(), process_space()))
 
         try:
-            return within(timeout_s + MEETING_MARGIN_S, meet)
+            met = within(timeout_s + MEETING_MARGIN_S, meet)
+            if met is None:
+                raise RuntimeError("no answer")
+            return met
         except RuntimeError as error:  # a DistError, or an error of gloo or a file store
             raise UserError(
                 f"rank {rank} of {world_size} could not join the other ranks at {environment.meeting_place} within "

@@ -1,19 +1,16 @@
 """Rendezvous of a run's processes: checks that each rank joins once, and that all ranks have the same flags."""
 
 import itertools
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from trainer.common.errors import UserError, shortened
 from trainer.config import shown
 from trainer.parallel.environment import RankEnvironment, is_under_torchrun
-
-T = TypeVar("T")
 
 MOST_NAMED = 8
 """Maximum number of differing values, or of ranks, that a message lists."""
@@ -69,30 +66,6 @@ def _claim_rank(store: dist.Store, environment: RankEnvironment, deadline: float
 def _until(deadline: float) -> timedelta:
     """Returns the time until the deadline, but at least one second, so that the store's entries can still be read."""
     return timedelta(seconds=max(1.0, deadline - time.monotonic()))
-
-
-def within(limit_s: float, function: Callable[[], T]) -> T:
-    """Calls a function; raises RuntimeError if it does not return within `limit_s` seconds.
-
-    Runs the function in a daemon thread, because some PyTorch calls ignore their timeout; the thread is not stopped.
-    """
-    done: list[tuple[T | None, BaseException | None]] = []
-
-    def call() -> None:
-        try:
-            done.append((function(), None))
-        except BaseException as error:  # re-raised in the waiting thread
-            done.append((None, error))
-
-    thread = threading.Thread(target=call, name="rendezvous", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if not done:
-        raise RuntimeError("no answer")
-    result, error = done[0]
-    if error is not None:
-        raise error
-    return result  # type: ignore[return-value]
 
 
 def refuse_differences(stated: Sequence[Mapping[str, Any]], advice: str) -> None:
