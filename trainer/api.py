@@ -6,7 +6,6 @@ Settings are command-line flags, and run directories have the same format as on 
 import json
 import os
 import pickle
-import random
 import runpy
 import signal
 import sys
@@ -20,7 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -39,6 +37,7 @@ from trainer.config import arguments_of, refuse
 from trainer.failure.errors import EXIT_BAD_INPUT, Failure
 from trainer.failure.signals import STOP_SIGNALS, LeftAtOnce, handlers_restored
 from trainer.flags import RETIRED, TRAINER_GROUPS, ExportFlags, MultiDeviceFlags, PredictFlags, SeveralFlags
+from trainer.loading.torch_datasets import draws_put_back
 from trainer.parallel.environment import RankEnvironment, is_launched
 from trainer.parallel.launch import EXIT_UNGUARDED, imports_script_of_parent, num_processes
 from trainer.registry import find_task, name_of, source_file
@@ -345,8 +344,6 @@ _STATES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-    (random.getstate, random.setstate),
-    (np.random.get_state, np.random.set_state),
 )
 """(getter, setter) pairs of process state that a run changes."""
 _SWITCHES = ((torch.utils.deterministic, "fill_uninitialized_memory"), (torch.backends.cudnn, "benchmark"))
@@ -372,6 +369,7 @@ def process_restored(wait_s: float = 0.0) -> Iterator[None]:
             afterwards.callback(os.environ.pop, CUBLAS_WORKSPACE, None)
         uses_gpus = torch.cuda.is_initialized()
         afterwards.callback(_make_current, torch.cuda.current_device() if uses_gpus else 0)
+        afterwards.enter_context(draws_put_back())
         afterwards.enter_context(torch.random.fork_rng(range(torch.cuda.device_count()) if uses_gpus else ()))
         afterwards.enter_context(handlers_restored())
         torch.set_default_dtype(torch.float32)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trainer.common.tensors import map_tensors
 from trainer.loading.batches import Batch
+from trainer.loading.torch_datasets import draws_put_back
 from trainer.parallel.devices import device_label
 from trainer.parallel.flat_gradients import FlatGradients
 from trainer.parallel.group import Group
@@ -189,13 +190,8 @@ class Strategy:
     @contextmanager
     def keeping_generators(self) -> Iterator[None]:
         """Context that restores the states of all random number generators on exit."""
-        of_python, of_numpy = random.getstate(), np.random.get_state()
-        try:
-            with torch.random.fork_rng([device for device in self.devices if device.type == "cuda"]):
-                yield
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
+        with draws_put_back(), torch.random.fork_rng([device for device in self.devices if device.type == "cuda"]):
+            yield
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 

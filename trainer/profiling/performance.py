@@ -1,6 +1,5 @@
 """Profiles the time and memory of any model."""
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -8,10 +7,10 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainer.loading.torch_datasets import draws_put_back
 from trainer.loop.memory import lacks_memory
 from trainer.loop.module_state import leaving_no_trace
 from trainer.loop.precision import AMP_DTYPES
@@ -303,9 +302,9 @@ def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
     home = _device_of(model)
     modes = [(module, module.training) for module in model.modules()]
     gradients = [(p, p.grad) for p in model.parameters()]
-    python, numpy_state = random.getstate(), np.random.get_state()
+    gpus = [each for each in {device, home} if each.type == "cuda"]
     try:
-        with leaving_no_trace(model), torch.random.fork_rng([d for d in {device, home} if d.type == "cuda"]):
+        with leaving_no_trace(model), draws_put_back(), torch.random.fork_rng(gpus):
             model.zero_grad(set_to_none=True)
             model.to(device)
             yield
@@ -315,8 +314,6 @@ def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
             module.training = mode
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        random.setstate(python)
-        np.random.set_state(numpy_state)
 
 
 def _device_of(model: nn.Module) -> torch.device:
