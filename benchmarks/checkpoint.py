@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.autoencoder import Autoencoder
 from benchmarks.opened_run import opened_run
 from trainer.checkpoint.background import state_bytes
-from trainer.loop.checkpointing import finish_saving, save
+from trainer.loop.checkpointing import save
 from trainer.loop.run import Run
 from trainer.loop.train import train_epoch
 
@@ -75,7 +75,7 @@ class Timer:
                 self.stalls.append(time.perf_counter() - self.started)
 
     def _end_block(self, saved: bool) -> None:
-        finish_saving(self.run.group, self.run.saver)
+        self.run.group.on_main(self.run.saver.finish)
         self.wait()
         (self.with_save if saved else self.without).append(time.perf_counter() - self.started)
         if saved:
@@ -93,7 +93,7 @@ class Timer:
         del tensors
         started = time.perf_counter()
         save(self.run)
-        finish_saving(self.run.group, self.run.saver)
+        self.run.group.on_main(self.run.saver.finish)
         self.blocking.append(time.perf_counter() - started)
 
 

@@ -49,7 +49,7 @@ from trainer.logs.console import say
 from trainer.logs.logger import LoggedRun
 from trainer.logs.run_log import RunLog
 from trainer.loop.blocks import prepare_blocks, refusing_compilation, settle_recomputed
-from trainer.loop.checkpointing import finish_saving, restore_progress, restore_streams, save
+from trainer.loop.checkpointing import restore_progress, restore_streams, save
 from trainer.loop.contract import (
     check_batch,
     check_blocks,
@@ -283,7 +283,7 @@ def open_run(
             )
             run.progress.best = None
         save(run, value, is_best)
-        finish_saving(strategy.group, run.saver)
+        strategy.group.on_main(run.saver.finish)
 
 
 def size_of_checkpoint(learner: Learner) -> int:

@@ -30,7 +30,7 @@ Outline = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
-    """Copies the run's state and writes the copy in the background; `finish_saving` waits for the write.
+    """Copies the run's state and writes the copy in the background; `BackgroundSaver.finish` waits for the write.
 
     value: value of the monitored metric, or None without validation. All processes must call this function. Raises
     UserError if the model differs between processes, or if the previous checkpoint could not be written. If the disk
@@ -126,11 +126,6 @@ def report_saving(saver: BackgroundSaver, log: RunLog | SilentLog) -> None:
     refusal = saver.take_refusal()
     if refusal is not None:
         log.say(refusal)
-
-
-def finish_saving(group: Group, saver: BackgroundSaver) -> None:
-    """Waits until all checkpoints are on disk. All processes must call this function. Raises UserError on failure."""
-    group.on_main(saver.finish)
 
 
 def state_of(

@@ -8,7 +8,7 @@ from torch import Tensor
 from trainer.common.errors import UserError
 from trainer.loading.batches import WeightedBatch
 from trainer.loading.order import Position
-from trainer.loop.checkpointing import finish_saving, report_saving, save, try_saving
+from trainer.loop.checkpointing import report_saving, save, try_saving
 from trainer.loop.contract import monitored
 from trainer.loop.evaluate import (
     after_validation,
@@ -55,9 +55,9 @@ def train(run: Run) -> None:
         # At an epoch's start, a resume calls `on_epoch_start` again, so the saved model must not have seen the call.
         if not (progress.position.at_epoch_start and progress.last_save == progress.step > 0):
             save(run)
-        finish_saving(run.group, run.saver)
+        run.group.on_main(run.saver.finish)
         raise
-    finish_saving(run.group, run.saver)
+    run.group.on_main(run.saver.finish)
 
 
 def train_epoch(run: Run) -> None:
@@ -239,7 +239,7 @@ def report(run: Run, at_start: bool = False) -> None:
     except UserError:
         if not at_start:  # an error in the task's metrics must not lose the steps since the last checkpoint
             save(run)
-            finish_saving(group, run.saver)
+            group.on_main(run.saver.finish)
         raise
     if progress.misses_samples:
         metrics["train/covered_samples"] = progress.samples
