@@ -44,10 +44,16 @@ LINKS = ("last.pth", "best.pth", "final.pth")
 State = Literal["running", "finished", "preempted", "paused", "refused", "failed"]
 
 
-def read_json(path: Path, say: Callable[[str], None] = lambda line: None, most: int = MOST_RECORD) -> dict[str, Any]:
+def read_json(
+    path: Path,
+    say: Callable[[str], None] = lambda line: None,
+    most: int = MOST_RECORD,
+    schema_error: Callable[[dict[str, Any]], str | None] = lambda content: None,
+) -> dict[str, Any]:
     """Reads a JSON object from a file; {} if the file is missing or damaged. say: prints messages about damage.
 
-    most: size limit in bytes. Raises DiskError if an existing file cannot be read.
+    most: size limit in bytes. schema_error: returns the first error of a content that is not empty, or None. Raises
+    DiskError if an existing file cannot be read.
     """
     try:
         content = json.loads(read_whole(path, most))
@@ -59,9 +65,13 @@ def read_json(path: Path, say: Callable[[str], None] = lambda line: None, most: 
             raise DiskError(f"{problem}; {IF_UNREADABLE}") from None
         content = None
     if not isinstance(content, dict):
-        say(f"{path} is damaged: it is not a JSON object.")
-        return {}
-    return content
+        error_of_content: str | None = "it is not a JSON object"
+    else:
+        error_of_content = schema_error(content) if content else None
+    if error_of_content is None:
+        return content
+    say(f"{path} is damaged: {error_of_content}.")
+    return {}
 
 
 def as_json(content: Any) -> str:
@@ -80,13 +90,7 @@ def read_config(folder: Path, say: Callable[[str], None] = lambda line: None) ->
 
     say: prints messages about damage.
     """
-    path = folder / CONFIG
-    content = read_json(path, say)
-    schema_error = schema_error_of_config(content) if content else None
-    if schema_error is not None:
-        say(f"{path} is damaged: {schema_error}.")
-        return {}
-    return content
+    return read_json(folder / CONFIG, say, schema_error=schema_error_of_config)
 
 
 # --- the manifest ------------------------------------------------------------------------------------------------
@@ -144,14 +148,8 @@ def read_manifest(path: Path, say: Callable[[str], None] = lambda line: None) ->
 
     say: prints messages about damage. Raises DiskError.
     """
-    content = read_json(path, say, MOST_WHOLE)
-    if not content:
-        return []
-    schema_error = schema_error_of_manifest(content)
-    if schema_error is None:
-        return [Entry(**entry) for entry in content["checkpoints"]]
-    say(f"{path} is damaged: {schema_error}.")
-    return []
+    content = read_json(path, say, MOST_WHOLE, schema_error_of_manifest)
+    return [Entry(**entry) for entry in content.get("checkpoints", ())]
 
 
 def write_manifest(path: Path, entries: Sequence[Entry], writer: Lock) -> None:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -69,12 +70,7 @@ class MemoryLimit:
 
         say: called with a message if the file is damaged.
         """
-        path = folder / MEMORY
-        written = read_json(path, say)
-        schema_error = first_schema_error([FORMAT], written) if written else None
-        if schema_error is not None:
-            say(f"{path} is damaged: {schema_error}.")
-            return self
+        written = read_json(folder / MEMORY, say, schema_error=partial(first_schema_error, [FORMAT]))
         is_same = all(written.get(name) == getattr(self, name) for name in ("device", "asked_batch_size"))
         return replace(self, batch_size=written.get("batch_size")) if is_same else self
 
