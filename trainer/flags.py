@@ -458,7 +458,7 @@ class MultiDeviceFlags(FlagGroup):
     )  # fmt: skip
     sync_bn: bool = flag(False, "ddp on GPUs: compute the batch-norm statistics of a micro-batch over all devices")
     find_unused_parameters: bool = flag(
-        False, "ddp: allow parameters that some forward passes do not use", needs={"multi_gpu": forms.TAKING_UNUSED}
+        False, "ddp: allow parameters that some forward passes do not use", needs={"multi_gpu": (forms.USUAL,)}
     )
     reshard: Literal["always", "never"] = flag(
         "always", "fsdp: when to free a block's gathered parameters; always: after its forward pass; never: after its "

@@ -133,7 +133,7 @@ def _contradictions_of_devices(flags: Flags, multi: MultiDeviceFlags) -> list[st
     on_gpus = bool(usable_gpus(device, multi.gpu_ids))
     if multi.backend == "nccl" and not on_gpus:
         found.append("--backend nccl: needs GPUs, but this run is on the CPU; use --backend gloo")
-    if multi.sync_bn and not (on_gpus and form is not None and form.takes_sync_bn):
+    if multi.sync_bn and not (on_gpus and multi.multi_gpu == forms.USUAL):
         found.append("--sync-bn: needs --multi-gpu ddp on GPUs; leave it out")
     return found
 

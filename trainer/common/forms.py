@@ -11,8 +11,7 @@ class Form:
     """Features of a multi-device strategy.
 
     has_processes: runs one process per device, which a launcher may start. can_compile: supports `--compile`. shards:
-    each process has only a shard of each parameter, so `--optimizer muon` is not supported. takes_sync_bn: supports
-    `--sync-bn`. takes_unused: supports `--find-unused-parameters`.
+    each process has only a shard of each parameter, so `--optimizer muon` is not supported.
     """
 
     name: FormName
@@ -20,15 +19,13 @@ class Form:
     has_processes: bool = True
     can_compile: bool = True
     shards: bool = False
-    takes_sync_bn: bool = False
-    takes_unused: bool = False
 
 
 FORMS: dict[str, Form] = {
     form.name: form
     for form in (
         Form("dp", "one process for all GPUs (DataParallel)", has_processes=False, can_compile=False),
-        Form("ddp", "one process per device (DDP), faster than dp", takes_sync_bn=True, takes_unused=True),
+        Form("ddp", "one process per device (DDP), faster than dp"),
         Form(
             "fsdp",
             "one process per device with sharded parameters (fully_shard), for models too large for one GPU",
@@ -41,6 +38,5 @@ FORMS: dict[str, Form] = {
 HELP = "multi-device strategy; " + "; ".join(f"{form.name}: {form.help}" for form in FORMS.values())
 PER_PROCESS = tuple(form.name for form in FORMS.values() if form.has_processes)
 SHARDING = tuple(form.name for form in FORMS.values() if form.shards)
-TAKING_UNUSED = tuple(form.name for form in FORMS.values() if form.takes_unused)
 USUAL: FormName = "ddp"
 """Strategy that messages recommend, and that `fit` uses under a launcher by default."""
