@@ -5,8 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer.common.errors import UserError
-from trainer.loading.order import Position
-from trainer.loop.plan import Plan, PlannedStep
 
 WSD_DECAY_SHARE = 0.2
 """Fraction of the run in which "wsd" decays; a longer decay helps little (Hägele et al., 2024, arXiv:2405.18392)."""
@@ -53,13 +51,6 @@ class LearningRate:
     factor_of_step: Callable[[int, int], float | None] | None = None
     drop: float = 1.0
     patience: int = 0
-
-    def of_step(self, step: PlannedStep, plan: Plan, position: Position, num_done: int, num_drops: int = 0) -> float:
-        """Returns the next step's learning rate. num_done: optimizer steps done. num_drops: reductions by "plateau"."""
-        if self.factor_of_step is None:
-            return self.at(step.progress, num_drops=num_drops)
-        # If the run's length is in epochs, counts steps as if all steps had used the current batch size.
-        return self.at(step.progress, plan.steps_done(position) if plan.max_steps is None else num_done, num_drops)
 
     def drops_after(self, num_evaluations: int) -> bool:
         """Returns whether "plateau" reduces the rate after `num_evaluations` evaluations without improvement."""

@@ -118,7 +118,7 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
     group.activity.step = progress.step + 1
     if agreed.weight > 0:
         run.task.at = run.learner.where = progress.where(plan, group, phase, step.progress)
-        learning_rate = run.learning_rate.of_step(step, plan, progress.position, progress.step, progress.rate_drops)
+        learning_rate = run.learning_rate.at(step.progress, run.task.at.step, progress.rate_drops)
         dropout_key = settings.seed, step.epoch, step.phase, step.start
         while True:
             micro_batches: Sequence[WeightedBatch] = window.micro_batches
