@@ -57,7 +57,7 @@ def shuffled_batches(task: HarTask, rank: int) -> Iterator[WeightedBatch]:
     dataset = task.splits()["train"]
     order = EpochOrder(0, 0, 0, len(dataset)).take(0, len(dataset))[rank::WORLD_SIZE]
     keys = [SampleKeys(order[i * BATCH_SIZE : (i + 1) * BATCH_SIZE], epoch=0) for i in range(NUM_BATCHES)]
-    return cycle([weighted(batch) for batch in BatchLoader(dataset, task.collate)(keys)])
+    return cycle([weighted(batch) for batch in BatchLoader([dataset], task.collate)(keys)])
 
 
 def optimized(model: nn.Module) -> tuple[torch.optim.Optimizer, list[Tensor]]:

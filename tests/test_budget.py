@@ -10,7 +10,7 @@ LINES_AND_FILES = {
     "commands": (3274, 15),
     "common": (952, 8),
     "failure": (668, 4),
-    "loading": (1738, 11),
+    "loading": (1733, 11),
     "logs": (775, 6),
     "loop": (6557, 30),
     "parallel": (2989, 14),

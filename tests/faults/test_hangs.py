@@ -383,7 +383,7 @@ class Stuck:
         Path({str(tmp_path / "worker")!r}).write_text(str(os.getpid()))
         time.sleep(600)
 
-next(BatchLoader(Stuck(), None, Workers(1))([SampleKeys(np.arange(2), 0)]))
+next(BatchLoader([Stuck()], None, Workers(1))([SampleKeys(np.arange(2), 0)]))
 """
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
     worker = tmp_path / "worker"

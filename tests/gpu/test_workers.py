@@ -104,10 +104,10 @@ def test_a_number_starts_workers_whatever_the_data_hold_but_none_by_a_fork_of_a_
 @on_imagined_gpus()
 def test_batches_wait_in_pinned_memory_until_they_were_copied():
     """Which torch does not use again before; who changes it too early is noticed."""
-    collate = Weighted(WeightedFlags(), 0, Path()).collate
+    collate, data = Weighted(WeightedFlags(), 0, Path()).collate, [Sequences(40, 0, True)]
     keys = [SampleKeys(np.arange(i, i + 4), epoch=1) for i in range(0, 40, 4)]
-    expected = list(BatchLoader(Sequences(40, 0, True), collate)(keys))
-    several = {number: BatchLoader(Sequences(40, 0, True), collate, Workers(number, for_gpu=True)) for number in (1, 0)}
+    expected = list(BatchLoader(data, collate)(keys))
+    several = {number: BatchLoader(data, collate, Workers(number, for_gpu=True)) for number in (1, 0)}
     for loader in several.values():
         sent, early = [], []
         for batch in loader(keys):

@@ -27,9 +27,9 @@ def of_workers(num_workers: int) -> dict[str, BatchLoader]:
     """Training and two other data sets."""
     collate, workers = Weighted(WeightedFlags(), 0, Path()).collate, Workers(num_workers)
     return {
-        "train": BatchLoader(Sequences(40, 0, True), collate, workers, trains=True),
-        "val": BatchLoader(Sequences(11, 1, False), collate, workers),
-        "test": BatchLoader(Sequences(6, 2, False), collate, workers),
+        "train": BatchLoader([Sequences(40, 0, True)], collate, workers, trains=True),
+        "val": BatchLoader([Sequences(11, 1, False)], collate, workers),
+        "test": BatchLoader([Sequences(6, 2, False)], collate, workers),
     }
 
 
@@ -78,7 +78,7 @@ class CutShort(Sequences):
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_refusal_arrives_as_it_was_said(num_workers):
-    loader = BatchLoader(CutShort(4, 0, True), Weighted(WeightedFlags(), 0, Path()).collate, Workers(num_workers))
+    loader = BatchLoader([CutShort(4, 0, True)], Weighted(WeightedFlags(), 0, Path()).collate, Workers(num_workers))
     with pytest.raises(UserError) as refusal:
         list(loader(evaluation_keys(4, (0, 1), 2)))
     assert str(refusal.value) == "part-3.tar: is cut short; fetch it again"
@@ -163,7 +163,7 @@ from trainer.common.errors import UserError
 from trainer.loading.order import SampleKeys
 from tests.helpers.weighted_task import Sequences, Weighted, WeightedFlags
 
-loader = BatchLoader(Sequences(4, 0, False), Weighted(WeightedFlags(), 0, Path()).collate, Workers(20))
+loader = BatchLoader([Sequences(4, 0, False)], Weighted(WeightedFlags(), 0, Path()).collate, Workers(20))
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 next(loader([SampleKeys(np.arange(2), epoch=0)]))
 """
@@ -206,8 +206,8 @@ class Noted(Sequences):
 def test_idle_workers_begin_with_what_is_wanted_later(num_workers, tmp_path):
     """Of two, with the first one that was asked for; and what nobody wants any more is not made."""
     collate, workers = Weighted(WeightedFlags(), 0, Path()).collate, Workers(num_workers)
-    train = BatchLoader(Sequences(40, 0, True), collate, workers, trains=True)
-    one, other = (BatchLoader(Noted(tmp_path / name, 11, 1, False), collate, workers) for name in ("one", "other"))
+    train = BatchLoader([Sequences(40, 0, True)], collate, workers, trains=True)
+    one, other = (BatchLoader([Noted(tmp_path / name, 11, 1, False)], collate, workers) for name in ("one", "other"))
     keys = list(evaluation_keys(11, (0, 1), 4))
     expected = [list(here(own)) for here, own in zip(of_workers(0).values(), (TRAINING_KEYS, keys), strict=False)]
     found = train(TRAINING_KEYS)

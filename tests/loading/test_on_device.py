@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trainer.loading.arrays import Array, arange_like, cast, empty_beside, namespace, rows
-from trainer.loading.batches import Batch, PhaseDatasets
+from trainer.loading.batches import Batch
 from trainer.loading.counter_random import below, normal, random_bits, uniform
 from trainer.loading.on_device import MOST_TOGETHER, DeviceLoader, Movable, moved, num_bytes
 from trainer.loading.order import SampleKeys
@@ -73,7 +73,7 @@ def test_batches_on_a_device_are_those_of_the_host(alike):
     there = moved(own, HERE)
     keys = some_keys(3 * MOST_TOGETHER + 1)
     found = list(DeviceLoader(there, collate, HERE)(keys))
-    expected = list(BatchLoader(PhaseDatasets(own), collate)(keys))
+    expected = list(BatchLoader(own, collate)(keys))
     assert len(found) == len(expected) == len(keys)
     for key, one, other in zip(keys, found, expected, strict=True):
         assert one.keys() == other.keys()

@@ -113,7 +113,7 @@ def collate(samples, keys):
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_workers_change_nothing(num_workers):
-    load = BatchLoader(Squares(), collate, Workers(num_workers))
+    load = BatchLoader([Squares()], collate, Workers(num_workers))
     for epoch in range(2):  # workers outlive an epoch
         keys = split_global_batch(EpochOrder(0, epoch, 0, 100).take(0, 100), (0, 1), 7, epoch)
         keys.append(SampleKeys(np.array([5]), epoch, placeholder=True))

@@ -67,7 +67,7 @@ def test_an_item_is_that_of_a_plain_loop_whoever_makes_it():
     dataset = from_dataset(Noisy(), seed=SEED)
     assert len(dataset) == SIZE
     for num_workers, world_size, micro_batch_size, start in [(0, 1, 5, 0), (2, 1, 4, 0), (0, 3, 2, 7), (2, 2, 3, 7)]:
-        load = BatchLoader(dataset, collate, Workers(num_workers))
+        load = BatchLoader([dataset], collate, Workers(num_workers))
         for epoch in (1, 0):
             order = EpochOrder(SEED, epoch, 0, SIZE)
             seen = []

@@ -61,7 +61,7 @@ class BareLoop:
 
     def backward(self, samples, num):
         keys = SampleKeys(samples, 0)
-        (batch,) = BatchLoader(self.task.splits()["train"], self.task.collate)([keys])
+        (batch,) = BatchLoader([self.task.splits()["train"]], self.task.collate)([keys])
         batch = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
         (self.objective(batch)["loss"] / num).backward()
 

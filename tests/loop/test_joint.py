@@ -114,7 +114,7 @@ def learnt(case, world_size):
     if case.amp == "off":
         objective.double()
     optimizer = torch.optim.SGD(objective.parameters(), lr=LR, momentum=0.9)
-    loader = BatchLoader(task.splits()["train"], task.collate)
+    loader = BatchLoader([task.splits()["train"]], task.collate)
     for epoch in range(EPOCHS):
         order = EpochOrder(0, epoch, 0, case.num_train).take(0, case.num_train)
         for start in range(0, case.num_train, GLOBAL_BATCH):

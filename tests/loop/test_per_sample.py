@@ -119,7 +119,7 @@ def test_samples_without_loss_terms_count_too():
         def collate(samples, keys):
             return run.task.collate(samples, keys) | {"weight": torch.zeros(len(keys.index))}
 
-        run.loaders["val"] = BatchLoader(run.task.splits()["val"], collate)
+        run.loaders["val"] = BatchLoader([run.task.splits()["val"]], collate)
 
     _, sums = evaluated(SingleDevice(CPU), "--eval-batch-size", "2", change=weightless)
     _, expected = evaluated(SingleDevice(CPU))

@@ -70,7 +70,7 @@ def build(name, cache_dir, strategy, dtype=torch.float64):
     trained = [p for group in task.param_groups(objective, phase) for p in group["params"]]
     learner.set_trained({phase: trained})
     learner.nets[phase] = strategy.wrap(net)
-    loader = BatchLoader(task.training_data(phase), task.collate)
+    loader = BatchLoader([task.training_data(phase)], task.collate)
     return SimpleNamespace(
         task=task, phase=phase, strategy=strategy, objective=objective, learner=learner, trained=trained, loader=loader
     )
@@ -224,7 +224,7 @@ def test_sums_and_weights_are_additive(cache_dir):
             net.train(split == "train")
             if split == "val":
                 parts.objective.start_evaluation()
-            loader = BatchLoader(dataset, parts.task.collate)
+            loader = BatchLoader([dataset], parts.task.collate)
             samples = np.arange(min(24, len(dataset)))
             found = []
             for index in (samples, *np.split(samples, [5, 7])):

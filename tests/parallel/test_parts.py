@@ -61,7 +61,7 @@ def learnt():
     task = Parted(PartedFlags(), seed=0, cache_dir=None)
     torch.manual_seed(0)
     objective = task.build_objective().train()
-    model, loader = objective.model, BatchLoader(task.splits()["train"], task.collate)
+    model, loader = objective.model, BatchLoader([task.splits()["train"]], task.collate)
     strategy, num_train = SingleDevice(torch.device("cpu")), task.config.num_train
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.01},

@@ -9,7 +9,7 @@ import torch
 from trainer.commands.flags import Flags
 from trainer.common.errors import UserError
 from trainer.flags import RunFlags
-from trainer.loading.batches import KeyedDataset, PhaseDatasets
+from trainer.loading.batches import KeyedDataset
 from trainer.loading.on_device import DeviceLoader, Movable, moved, num_bytes
 from trainer.loading.order import Position
 from trainer.loading.workers import BatchLoader, Workers, shared_memory
@@ -62,7 +62,7 @@ def build_workers(given: RunFlags, task: Task, group: Group, trains: bool) -> Wo
 def build_loaders(task: Task, workers: Workers) -> dict[str, BatchLoader]:
     """Creates the CPU loaders of all data sets, by split."""
     return {
-        name: BatchLoader(PhaseDatasets(datasets), task.collate, workers, trains=name == "train")
+        name: BatchLoader(datasets, task.collate, workers, trains=name == "train")
         for name, datasets in data_by_loader(task).items()
     }
 

@@ -82,7 +82,7 @@ def label_samples(
     objective.eval()
     with precision.autocast(strategy.device.type):
         objective.start_evaluation()
-    loader = BatchLoader(dataset, task.collate, Workers(for_gpu=strategy.device.type == "cuda"))
+    loader = BatchLoader([dataset], task.collate, Workers(for_gpu=strategy.device.type == "cuda"))
     shard = strategy.group.rank, strategy.group.world_size
     for batch in loader(evaluation_keys(len(dataset), shard, batch_size)):
         on_device = of_dtype(strategy.to_device(batch), precision.dtype)

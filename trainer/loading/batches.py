@@ -1,7 +1,7 @@
 """Types of batches and data sets, and a function that makes a batch from `SampleKeys`."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -43,19 +43,6 @@ class KeyedDataset(Protocol):
 
 
 Collate = Callable[[Any, SampleKeys], Batch]
-
-
-class PhaseDatasets:
-    """Combines the data sets of all training phases, so that the same workers load them all."""
-
-    def __init__(self, datasets: Sequence[KeyedDataset]) -> None:
-        self.datasets = datasets
-
-    def __len__(self) -> int:
-        return len(self.datasets[0])
-
-    def __getitems__(self, keys: SampleKeys) -> Any:
-        return self.datasets[keys.phase].__getitems__(keys)
 
 
 def gathered(dataset: KeyedDataset, collate: Collate, keys: SampleKeys) -> Batch:

@@ -117,7 +117,7 @@ class DeviceLoader(BatchLoader):
             yield from self._drawn(together)
 
     def one(self, keys: SampleKeys) -> Batch:
-        return self._batch(replace(keys, few_lengths=True))
+        return self._batch(keys)
 
     def _drawn(self, keys: Sequence[SampleKeys]) -> Iterator[Batch]:
         """Yields a batch for each of `keys`; makes batches of the same phase and epoch together if `rows_alike`."""

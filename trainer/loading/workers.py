@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer.common.errors import UserError
 from trainer.common.torch_private import has_workers, kill_workers
-from trainer.loading.batches import Batch, Collate, KeyedDataset, PhaseDatasets, gathered
+from trainer.loading.batches import Batch, Collate, KeyedDataset, gathered
 from trainer.loading.order import SampleKeys
 from trainer.loading.trial import UNKNOWN, Trial, outline
 
@@ -33,7 +33,7 @@ SHARED_MEMORY = "/dev/shm"
 CAN_FORK = "fork" in multiprocessing.get_all_start_methods()
 
 Request = tuple[int, SampleKeys]
-"""Request to a worker for one batch: the number of the data set, and sample keys."""
+"""Request to a worker for one batch: the number of the loader, and sample keys."""
 
 
 def shared_memory() -> float:
@@ -45,25 +45,29 @@ def shared_memory() -> float:
 
 
 class _NumberedBatches(Dataset[Batch | UserError]):
-    """Dataset whose items are the batches of several data sets, for PyTorch's DataLoader.
+    """Dataset whose items are the batches of several loaders, for PyTorch's DataLoader.
 
     Returns a UserError as an item, because the DataLoader would add a traceback to its text.
     Converts SystemExit to RuntimeError, because the DataLoader would only report that the worker exited.
     """
 
     def __init__(self) -> None:
-        self.sources: list[tuple[KeyedDataset, Collate]] = []
+        self.sources: list[tuple[Sequence[KeyedDataset], Collate]] = []
 
     def __getitem__(self, request: Request) -> Batch | UserError:
         number, keys = request
         try:
-            return gathered(*self.sources[number], keys)
+            return self.gathered(number, keys)
         except UserError as refusal:
             return refusal
         except BaseException as error:
             if isinstance(error, Exception):
                 raise
             raise RuntimeError(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
+
+    def gathered(self, number: int, keys: SampleKeys) -> Batch:
+        datasets, collate = self.sources[number]
+        return gathered(datasets[keys.phase], collate, keys)
 
 
 class Workers:
@@ -103,11 +107,11 @@ class Workers:
                 generator=torch.Generator(),
             )
 
-    def add(self, dataset: KeyedDataset, collate: Collate) -> int:
-        """Registers a data set and its collate function; returns the data set's number for requests."""
+    def add(self, datasets: Sequence[KeyedDataset], collate: Collate) -> int:
+        """Registers a loader's data sets, by phase, and their collate function; returns the number for requests."""
         running = self._processes is not None and has_workers(self._processes)
         assert not running, "running workers would not see the new data set"
-        self._batches.sources.append((dataset, collate))
+        self._batches.sources.append((datasets, collate))
         return len(self._batches.sources) - 1
 
     def start(self) -> None:
@@ -121,7 +125,7 @@ class Workers:
         self._prime()
 
     def load(self, number: int, keys: Iterable[SampleKeys], trains: bool, ahead: bool) -> Iterator[Batch]:
-        """Returns an iterator over batches of a data set, in the order of keys.
+        """Returns an iterator over batches of a loader, in the order of keys.
 
         number: from `add`. trains: whether a trial times batches. ahead: whether only idle workers may make batches.
         """
@@ -135,6 +139,10 @@ class Workers:
         if self._may_ask() and not is_busy:
             self._prime()
         return stream
+
+    def one(self, number: int, keys: SampleKeys) -> Batch:
+        """Makes a single batch of a loader in this process."""
+        return self._batches.gathered(number, self.completed(keys))
 
     def next_of(self, stream: "BatchStream") -> Batch:
         """Returns a stream's next batch. Raises StopIteration at the end, or the error that making the batch raised."""
@@ -160,7 +168,7 @@ class Workers:
         return batch
 
     def _made(self, number: int, keys: SampleKeys) -> Batch:
-        batch = gathered(*self._batches.sources[number], keys)
+        batch = self._batches.gathered(number, keys)
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if self._for_gpu else batch
 
     def take_remarks(self) -> Sequence[str]:
@@ -255,9 +263,8 @@ class Workers:
     def _outline(self) -> dict[str, Any]:
         """Returns digests of the attributes of all data sets, and of tasks whose `collate` makes batches."""
         roots: dict[int, Any] = {}
-        for dataset, collate in self._batches.sources:
-            parts = dataset.datasets if isinstance(dataset, PhaseDatasets) else [dataset]
-            roots |= {id(part): part for part in (*parts, getattr(collate, "__self__", None))}
+        for datasets, collate in self._batches.sources:
+            roots |= {id(part): part for part in (*datasets, getattr(collate, "__self__", None))}
         return outline(roots.values())
 
     def _end(self, reason: str) -> None:
@@ -280,13 +287,14 @@ class BatchStream(Iterator[Batch]):
 
 
 class BatchLoader:
-    """Loads batches of a data set. workers: object that makes the batches; by default this process makes them."""
+    """Loads batches. workers: object that makes the batches; by default this process makes them."""
 
     def __init__(
-        self, dataset: KeyedDataset, collate: Collate, workers: Workers | None = None, trains: bool = False
+        self, datasets: Sequence[KeyedDataset], collate: Collate, workers: Workers | None = None, trains: bool = False
     ) -> None:
-        self._dataset, self._collate, self._workers, self._trains = dataset, collate, workers or Workers(), trains
-        self._number = self._workers.add(dataset, collate)
+        """datasets: the data sets of all phases, or the data set of an evaluation."""
+        self._workers, self._trains = workers or Workers(), trains
+        self._number = self._workers.add(datasets, collate)
 
     def __call__(self, keys: Iterable[SampleKeys], ahead: bool = False) -> Iterator[Batch]:
         """Returns an iterator over batches. ahead: whether only idle workers may make batches."""
@@ -294,7 +302,7 @@ class BatchLoader:
 
     def one(self, keys: SampleKeys) -> Batch:
         """Makes a single batch in this process."""
-        return gathered(self._dataset, self._collate, self._workers.completed(keys))
+        return self._workers.one(self._number, keys)
 
     def close(self) -> None:
         self._workers.close()

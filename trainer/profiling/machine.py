@@ -173,7 +173,7 @@ def _as_batch(values: np.ndarray, keys: SampleKeys) -> dict[str, torch.Tensor]:
 
 def loader(num_workers: int) -> Tested:
     """Times and verifies batches of 144 KiB that this process or workers build."""
-    batches = BatchLoader(_Numbers(), _as_batch, Workers(num_workers))
+    batches = BatchLoader([_Numbers()], _as_batch, Workers(num_workers))
     keys = SampleKeys(np.arange(BATCH_SIZE), epoch=0)
     try:
         arriving = iter(batches([keys] * (NUM_BATCHES + 1)))
