@@ -8,7 +8,7 @@ from tests.helpers import budget
 LINES_AND_FILES = {
     "checkpoint": (1994, 7),
     "commands": (3274, 15),
-    "common": (952, 8),
+    "common": (951, 8),
     "failure": (668, 4),
     "loading": (1733, 11),
     "logs": (775, 6),

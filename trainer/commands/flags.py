@@ -123,8 +123,8 @@ def contradictions(flags: Flags) -> list[str]:
 
 
 def _contradictions_of_devices(flags: Flags, multi: MultiDeviceFlags) -> list[str]:
-    found, device, form = [], flags.devices.device, multi.form
-    if form is not None and not form.can_compile and flags.blocks.compile:
+    found, device = [], flags.devices.device
+    if multi.multi_gpu == "dp" and flags.blocks.compile:
         found.append("--compile: a replica of --multi-gpu dp cannot be compiled; use --multi-gpu ddp")
     if ":" in device:
         found.append(f"--device {device}: names one device; with --multi-gpu choose GPUs with --gpu-ids")

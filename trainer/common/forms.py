@@ -10,21 +10,20 @@ FormName = Literal["dp", "ddp", "fsdp"]
 class Form:
     """Features of a multi-device strategy.
 
-    has_processes: runs one process per device, which a launcher may start. can_compile: supports `--compile`. shards:
-    each process has only a shard of each parameter, so `--optimizer muon` is not supported.
+    has_processes: runs one process per device, which a launcher may start. shards: each process has only a shard of
+    each parameter, so `--optimizer muon` is not supported.
     """
 
     name: FormName
     help: str
     has_processes: bool = True
-    can_compile: bool = True
     shards: bool = False
 
 
 FORMS: dict[str, Form] = {
     form.name: form
     for form in (
-        Form("dp", "one process for all GPUs (DataParallel)", has_processes=False, can_compile=False),
+        Form("dp", "one process for all GPUs (DataParallel)", has_processes=False),
         Form("ddp", "one process per device (DDP), faster than dp"),
         Form(
             "fsdp",
