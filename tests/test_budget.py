@@ -12,7 +12,7 @@ LINES_AND_FILES = {
     "failure": (668, 4),
     "loading": (1733, 11),
     "logs": (775, 6),
-    "loop": (6557, 30),
+    "loop": (6555, 30),
     "parallel": (2989, 14),
     "trainer": (2703, 8),
 }

@@ -5,7 +5,7 @@ depend on the number of devices and on the number of samples per forward.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from trainer.loop.module_state import leaving_no_trace
 from trainer.loop.totals import forward_name, require_sums
 from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
-from trainer.task import Task, validation_sets
+from trainer.task import Sums, Task, validation_sets
 
 NUM_SAMPLES, NUM_PARTS = 4, 2
 SHARE_OF_START, LEAST_S = 0.04, 0.07
@@ -42,8 +42,6 @@ ADVICE = (
 NUM_ROWS, MORE_IN_HALVES, LESS_TWICE = 16, 1.25, 1.6
 """Number of samples and two factors for checking a joint loss. The loss looks like a mean if the losses of two halves
 together exceed the first factor times the loss, and duplicating all samples multiplies it by less than the second."""
-
-Sums = Mapping[str, Tensor]
 
 
 def check_sums(
