@@ -68,10 +68,6 @@ class Source(ABC):
         with reading_errors(self.where):
             return [DataFile(self, name) for name in sorted(self.names()) if is_visible(name)]
 
-    def contents(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple["DataFile", bytes]]:
-        """Yields the files whose names `is_wanted` accepts, with contents, in the order that is fastest to read."""
-        return ((file, file.read()) for file in self.files if is_wanted(file.name))
-
     def where_of(self, name: str) -> str:
         """Returns a file's name for messages, with its folder or archive."""
         return f"{self.where}, {name}"
@@ -182,13 +178,7 @@ class Zip(Source):
 
 
 class TarGz(Source):
-    """Gzipped tar archive. Opening a file reads the archive from its start; `contents` reads it once for all files."""
-
-    def contents(self, is_wanted: Callable[[str], bool]) -> Iterator[tuple[DataFile, bytes]]:
-        with reading_errors(self.where), closing(self._members()) as members:
-            for name, stored in members:
-                if is_visible(name) and is_wanted(name):
-                    yield DataFile(self, name), read_at_most(_unpacked(name, stored), MOST_WHOLE)
+    """Gzipped tar archive. Opening a file reads the archive from its start."""
 
     def names(self) -> Iterable[str]:
         return (name for name, _ in self._members())

@@ -241,8 +241,6 @@ def test_a_member_that_unpacks_to_too_much(kind, monkeypatch, tmp_path):
         source = TarGz(tmp_path / "x.tar.gz")
     with pytest.raises(UserError, match="is larger than 1 MiB, the limit for such a file"):
         source.files[0].read()
-    with pytest.raises(UserError, match="is larger than 1 MiB"):
-        [*source.contents(lambda name: True)]
 
 
 def test_sound_in_an_archive_that_unpacks_to_too_much(monkeypatch, tmp_path):
