@@ -9,7 +9,7 @@ import tempfile
 import threading
 import warnings
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import replace
+from dataclasses import asdict, replace
 from inspect import signature
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -207,7 +207,7 @@ class TabularClassifier:
             "num_features": self.n_features_in_,
             "names": list(getattr(self, "feature_names_in_", ())),
             "notes": list(self.notes_),
-            "encoding": self._encoding.to_dict(),
+            "encoding": asdict(self._encoding),
             "context": self._context,
             "labels": self._labels,
             **{name: self._run.state[name] for name in ("model", "config")},

@@ -1,7 +1,6 @@
 """Encodes tables as model inputs; the encoding is fitted on the training rows."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,7 +46,8 @@ class ColumnCode:
     def from_dict(cls, values: dict[str, Any]) -> "ColumnCode":
         """Builds a column's encoding from the result of `asdict`; older files lack the entry "spelling"."""
         categories, spelling = values["categories"], Spelling(**values.get("spelling", {}))
-        return cls(**values | {"categories": _if_any(tuple, categories), "spelling": spelling})
+        categories = None if categories is None else tuple(categories)
+        return cls(**values | {"categories": categories, "spelling": spelling})
 
     def encode(self, column: Column) -> np.ndarray:
         """Encodes a column as (n,) float64, with NaN for missing values, text among numbers and unknown categories."""
@@ -128,18 +128,8 @@ class Encoding:
                 found += code.remarks(column)
         return found
 
-    def to_dict(self) -> dict[str, Any]:
-        """Converts the encoding to a dictionary for JSON and checkpoints."""
-        columns = [asdict(code) for code in self.columns]
-        for column in columns:
-            column["categories"] = _if_any(list, column["categories"])
-        return {"columns": columns, "label": self.label, "classes": list(self.classes)}
-
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Encoding":
+        """Builds an encoding from the result of `asdict`, possibly after conversion to JSON and back."""
         columns = tuple(map(ColumnCode.from_dict, values["columns"]))
         return cls(columns, values["label"], tuple(values["classes"]))
-
-
-def _if_any(kind: type, texts: Sequence[str] | None) -> Any:
-    return None if texts is None else kind(texts)

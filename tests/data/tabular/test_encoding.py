@@ -1,6 +1,7 @@
 """Tables as numbers: fitted on some rows, the same for every order of columns, kept as plain values."""
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -96,10 +97,10 @@ def test_a_table_with_labels_is_not_predicted(read, encoding) -> None:
 
 
 def test_the_encoding_survives_json(read, encoding) -> None:
-    again = Encoding.from_dict(json.loads(json.dumps(encoding.to_dict())))
+    again = Encoding.from_dict(json.loads(json.dumps(asdict(encoding))))
     assert again == encoding
     np.testing.assert_array_equal(again.encode(read(TRAIN)), encoding.encode(read(TRAIN)))
-    earlier = encoding.to_dict()
+    earlier = asdict(encoding)
     for column in earlier["columns"]:
         del column["spelling"]
     assert Encoding.from_dict(earlier) == encoding
@@ -108,5 +109,5 @@ def test_the_encoding_survives_json(read, encoding) -> None:
 def test_a_column_that_is_empty_in_the_rows_learned_from(read) -> None:
     table = labelled_table(read("n,t,y\n,,a\n,,b\n1,x,a\n2,z,b\n"), "y")
     encoding = Encoding.fit(table.features.take(np.array([0, 1])), table.labels)
-    assert Encoding.from_dict(encoding.to_dict()) == encoding
+    assert Encoding.from_dict(asdict(encoding)) == encoding
     assert_rows(encoding.encode(table.features), *[(np.nan, np.nan)] * 2, (1, np.nan), (2, np.nan))

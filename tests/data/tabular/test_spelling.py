@@ -1,5 +1,7 @@
 """How the numbers of a column are written, which of its cells prove it, and what is a category all the same."""
 
+from dataclasses import asdict
+
 import numpy as np
 import pytest
 
@@ -134,7 +136,7 @@ def test_new_rows_are_read_as_those_of_training_unless_they_show_otherwise(read)
         return [round(value * code.std + code.mean, 3) for value in encoding.encode(read(content))[:, 0].tolist()]
 
     table = labelled_table(read('x,y\n"1,5",a\n"12,25",b\n"7,5",a\n"3,5",b\n'), "y")
-    encoding = Encoding.from_dict(Encoding.fit(table.features, table.labels).to_dict())
+    encoding = Encoding.from_dict(asdict(Encoding.fit(table.features, table.labels)))
     assert encoding.columns[0].spelling == Spelling(",")
     assert encoded('x\n"1,234"\n') == [1.234]
     assert encoded('x\n"1,234.5"\n"1,234"\n') == [1234.5, 1234]
