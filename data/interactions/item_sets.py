@@ -34,11 +34,15 @@ class ItemSets(Movable):
     def of_pairs(cls, users: np.ndarray, items: np.ndarray, num_users: int, num_items: int) -> "ItemSets":
         """Builds sets from pairs of user and item, (n,) each, in any order; pairs may repeat."""
         stride = num_items + 1
-        pairs = sorted_distinct(users * stride + items)
-        users, items = np.divmod(pairs, stride)
-        offsets = np.searchsorted(users, np.arange(num_users + 1))
-        position = np.arange(len(pairs)) - offsets[users]
-        return cls(offsets, items.astype(np.int32), pairs - 1 - position, num_items)
+        users, items = np.divmod(sorted_distinct(users * stride + items), stride)
+        return cls.of_sorted(np.searchsorted(users, np.arange(num_users + 1)), items.astype(np.int32), num_items)
+
+    @classmethod
+    def of_sorted(cls, offsets: np.ndarray, items: np.ndarray, num_items: int) -> "ItemSets":
+        """Builds sets from offsets and items as described for the class."""
+        users = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+        position = np.arange(len(items)) - offsets[users]
+        return cls(offsets, items, users * (num_items + 1) + items - 1 - position, num_items)
 
     @property
     def arrays(self) -> Arrays:

@@ -44,7 +44,7 @@ class BprSamples(Movable):
         self._seed = seed
         self._users_of_samples = train.users if draw == "interactions" else None
         self._users = np.flatnonzero(train.sizes)
-        self._sets = _sets(train.offsets, train.items, catalogue.num_items)
+        self._sets = ItemSets.of_sorted(train.offsets, train.items + 1, catalogue.num_items)
         without_negative = np.flatnonzero(self._sets.num_others(self._users) == 0)
         if len(without_negative):
             raise UserError(
@@ -127,7 +127,7 @@ class Triples(Movable):
         is_first = (np.diff(head, prepend=-1) != 0) | (np.diff(self._relation, prepend=-1) != 0)
         self._set_of_edge = (np.cumsum(is_first) - 1).astype(np.int32)
         first = np.flatnonzero(is_first)
-        self._sets = _sets(np.append(first, len(head)), self._tail, edges.num_nodes)
+        self._sets = ItemSets.of_sorted(np.append(first, len(head)), self._tail + 1, edges.num_nodes)
         full = np.flatnonzero(self._sets.num_others(np.arange(len(first))) == 0)
         if len(full):
             edge = first[full[0]]
@@ -189,13 +189,6 @@ class UsersToRank(Movable):
             "positives": padded(self._positives, users, self._padding, keys),
             "seen": padded(self._seen, users, self._padding, keys),
         }
-
-
-def _sets(offsets: np.ndarray, members: np.ndarray, num_members: int) -> ItemSets:
-    """Builds ItemSets, whose members count from 1, from sorted, concatenated members from 0 to num_members - 1."""
-    sets = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-    position = np.arange(len(members)) - offsets[sets]
-    return ItemSets(offsets, members + 1, sets * (num_members + 1) + members - position, num_members)
 
 
 def padded(lists: ItemLists, users: np.ndarray, padding: int, keys: SampleKeys) -> Array:
