@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from data.csv_lines import csv_lines, delimiter_of
+from data.files import shown
 from data.speech.audio_files import SUFFIXES
 from data.speech.sources import MANIFESTS, Source
 from data.table_files import json_lines
@@ -43,7 +44,6 @@ _UNREAD = {
 }
 """Maps patterns of lower-case file names to the formats that they indicate."""
 _NUM_FSDD_TEST = 5
-_NUM_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,10 @@ def _why_unknown(source: Source) -> str:
             elif what == "Kaldi's files":
                 advice = "docs/formats.md#kaldi shows how to convert it to a manifest"
             return f"looks like {what} ({some[0]}), which cannot be read directly; {advice}"
-    shown = ", ".join(source.names[:_NUM_SHOWN]) + ", ..." * (len(source.names) > _NUM_SHOWN)
     return (
         "has no recordings with transcripts: no manifest, no Common Voice or LibriSpeech files, no .txt file next to "
         f"a sound file, and no sound file named by its words, such as yes_no.wav; {advice}; files found: "
-        f"{shown or 'no files'}"
+        f"{shown(source.names)}"
     )
 
 
