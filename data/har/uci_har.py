@@ -62,7 +62,12 @@ def load_uci_har(path: Path, cache_dir: Path) -> HarRecordings:
 
     Raises UserError, with file, line and column, for missing or malformed data.
     """
-    source = _find(path)
+    source = _find_if_there(path)
+    if source is None:
+        raise UserError(
+            f"--data-dir {path}: contains no folder named train with the files of UCI HAR; give {_TOP_FOLDER} or its "
+            "zip"
+        )
     key = key_of("uci_har", _FORMAT_VERSION, source.stamps())
     return HarRecordings.of_arrays(cached_arrays(cache_dir, key, lambda: _parse(source)))
 
@@ -145,18 +150,6 @@ def _top_folder(source: Source) -> str | None:
         if "train" in folders[:2]:
             return "".join(f"{folder}/" for folder in folders[: folders.index("train")])
     return None
-
-
-def _find(path: Path) -> _Published:
-    published = _find_if_there(path)
-    if published is not None:
-        return published
-    path = path.resolve()
-    if not path.exists():
-        raise UserError(f"--data-dir {path}: no such file or folder; give the UCI HAR folder or zip")
-    raise UserError(
-        f"--data-dir {path}: contains no folder named train with the files of UCI HAR; give {_TOP_FOLDER} or its zip"
-    )
 
 
 def is_uci_har(path: Path) -> bool:

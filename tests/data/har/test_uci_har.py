@@ -120,8 +120,6 @@ def test_a_missing_file_is_named(layout, cache_dir, zipped) -> None:
 
 
 def test_a_path_that_is_not_the_data_set_is_named(layout, cache_dir, tmp_path) -> None:
-    with pytest.raises(UserError, match=r"--data-dir .*nowhere: no such file"):
-        load_uci_har(tmp_path / "nowhere", cache_dir)
     with pytest.raises(UserError, match=r"--data-dir .*train: contains no folder named train"):
         load_uci_har(layout / "train", cache_dir)
     other = tmp_path / "other.zip"
