@@ -298,7 +298,7 @@ class SpeechTask(Task):
                 "one of the flags"
             )
         parts["train"] = self._long_enough(parts["train"])
-        self._refuse_unusable_language_model()
+        _ = self._decoder  # raises UserError for an unusable language model before the run writes any file
         return {name: self._dataset(name, part) for name, part in parts.items() if len(part) > 0}
 
     def _dataset(self, name: str, part: np.ndarray) -> Utterances | Strings:
@@ -439,10 +439,6 @@ class SpeechTask(Task):
     def _decoder(self) -> Decoder:
         config: SpeechFlags = self.config
         return Decoder(self.alphabet, config.beam, config.language_model, config.lm_weight, config.length_bonus)
-
-    def _refuse_unusable_language_model(self) -> None:
-        """Raises UserError for an unusable language model before the run writes any file."""
-        _ = self._decoder
 
     def _longest_text(self, model: SpeechRecogniser) -> int:
         """Returns an upper bound on the number of symbols of any reference or decoded text in evaluation."""
