@@ -1,6 +1,6 @@
 """Prediction of class probabilities for tables of any size, with a model that supports a limited number of classes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any, Protocol
@@ -49,7 +49,6 @@ def predict(
     temperature: float = TEMPERATURE,
     max_context: int = 1024,
     max_cells: int = 2**17,
-    progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
     """Returns class probabilities of each query row, (Q, num_classes) float64 on the CPU.
 
@@ -70,7 +69,6 @@ def predict(
     max_cells: maximum number of rows times columns in one forward pass, to limit memory. A pass may exceed the limit,
         because it contains all context rows of one member, and at least max(64, number of context rows / 4) query rows
         if there are that many. Results for different max_cells differ only by rounding.
-    progress: called after each forward pass with the number of completed passes and the number of all passes.
     """
     probabilities = torch.zeros(len(queries), num_classes, dtype=torch.float64)
     present, codes = np.unique(labels.numpy(force=True), return_inverse=True)
@@ -85,7 +83,6 @@ def predict(
     most_rows = max(len(view.rows) for view in views)
     num_at_once = max(_FEWEST_QUERIES, int(_LEAST_SHARE * most_rows), max_cells // width - most_rows)
     batches = list(_batches(views, min(num_at_once, len(queries)), width, max_cells))
-    num_done, num_parts = 0, -(-len(queries) // num_at_once)
     with torch.inference_mode():
         for part, found in zip(queries.split(num_at_once), probabilities.split(num_at_once), strict=True):
             of_members = torch.ones(num_estimators, len(part), len(present), dtype=torch.float64)
@@ -93,9 +90,6 @@ def predict(
                 for view, choices in zip(batch, _choices(model, batch, context, part, temperature), strict=True):
                     for child, classes in enumerate(view.node):
                         of_members[view.member][:, classes] *= choices[:, child, None]
-                num_done += 1
-                if progress is not None:
-                    progress(num_done, num_parts * len(batches))
             found[:, present] = of_members.mean(dim=0)
     return probabilities
 

@@ -235,13 +235,6 @@ def test_nodes_below_the_first_see_all_rows_of_their_classes_that_fit() -> None:
     assert {len(set(labels)) for view in views for labels in [view.labels.tolist()]} == {2, 10}
 
 
-def test_progress_counts_to_the_end() -> None:
-    context, labels, queries = table(12)
-    calls: list[tuple[int, int]] = []
-    predict(Smooth(), context, labels, queries, 12, max_cells=1, progress=lambda *x: calls.append(x))
-    assert calls == [(i + 1, len(calls)) for i in range(len(calls))] and len(calls) == 8 * 3 * 3
-
-
 @pytest.mark.parametrize("num_queries", [0, 1, 63, 64, 65])
 def test_few_queries(num_queries) -> None:
     context, labels, queries = table(3)
