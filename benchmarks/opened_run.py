@@ -13,17 +13,14 @@ from trainer.parallel.devices import keep_freed_memory, pick_device
 from trainer.parallel.strategy import SingleDevice
 
 
-def opened_run(folder: Path, argv: Sequence[str], device: str = "cpu", keeps_memory: bool = True) -> Run:
-    """Opens a run in a folder, on a GPU or on one CPU thread. argv: further flags.
-
-    keeps_memory: whether the process keeps freed CPU memory for later allocations, as a run does.
-    """
+def opened_run(folder: Path, argv: Sequence[str], device: str = "cpu") -> Run:
+    """Opens a run in a folder, on a GPU or on one CPU thread. argv: further flags."""
     threads = ["--num-threads", "1"] if device == "cpu" else []
     argv = ["--save-dir", str(folder), "--device", device, *threads, *argv]
     flags, problems = parse(argv, several_devices=False)
     refuse(problems)
     strategy = SingleDevice(pick_device(device))
-    if device == "cpu" and keeps_memory:
+    if device == "cpu":
         keep_freed_memory()
     set_up_torch(flags, strategy.group)
     task = build_task(flags)

@@ -16,7 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -163,12 +163,11 @@ def build_lockstep(folder: Path, num_epochs: int):
 class Turns:
     """Alternates blocks of steps of train() and the hand-written loop, and records the times of the blocks.
 
-    Blocks are short, because the speed of a machine changes from second to second. wait: waits for the device at the
-    end of a block.
+    Blocks are short, because the speed of a machine changes from second to second.
     """
 
-    def __init__(self, run, bare, wait: Callable[[], None] = lambda: None) -> None:
-        self.bare, self.bare_steps, self.wait = bare, bare.steps(), wait
+    def __init__(self, run, bare) -> None:
+        self.bare, self.bare_steps = bare, bare.steps()
         self.advance, run.log.advance = run.log.advance, self.after_step
         self.start_epoch, run.log.start_segment = run.log.start_segment, self.before_epoch
         self.end_training, run.log.end_training = run.log.end_training, self.after_epoch
@@ -186,12 +185,10 @@ class Turns:
         self.advance(num_samples)
         self.num_steps += 1
         if self.num_steps % BLOCK_STEPS == 0:
-            self.wait()
             ours = time.perf_counter() - self.mark
             started = time.perf_counter()
             for _ in range(BLOCK_STEPS):
                 next(self.bare_steps)
-            self.wait()
             self.blocks.append((ours, time.perf_counter() - started))
             self.mark = time.perf_counter()
 
