@@ -17,7 +17,7 @@ LINES_AND_FILES = {
     "trainer": (2703, 8),
 }
 """Of each room of trainer/ but profiling; "trainer" is the files in none."""
-BENCHMARKS = 5098
+BENCHMARKS = 5094
 TESTS = 53246
 FUNCTIONS_WITH_RUN = {"commands": 4, "loop": 10}
 FILES_OF_STEP, FUNCTIONS_OF_STEP = 19, 58
