@@ -5,30 +5,12 @@ while greedy decoding compares the symbols of each frame.
 """
 
 from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from models.speech.ctc import BLANK
-
-
-class Scorer(Protocol):
-    """Language model whose scores are added to the log-probabilities of prefixes. Its states are integers."""
-
-    def begin(self) -> int:
-        """Returns the initial state for new utterances, and invalidates the states of previous utterances."""
-
-    def scores(self, states: np.ndarray) -> np.ndarray:
-        """Returns the score of appending each symbol, (..., V) float64; the blank's score is arbitrary.
-
-        states: (...) int64.
-        """
-
-    def advance(self, states: np.ndarray, symbols: np.ndarray) -> np.ndarray:
-        """Returns the states after appending one symbol to each state. states, symbols: (...); symbols in [1, V)."""
-
-    def end(self, states: np.ndarray) -> np.ndarray:
-        """Returns the scores of ending the utterance in the given states, (...) float64."""
+from models.speech.language_model import Scorer
 
 
 class Hypothesis(NamedTuple):

@@ -129,8 +129,11 @@ def _check_counts(entries: dict[tuple[str, ...], tuple[float, float]], counts: d
             raise ValueError(f"{place}: the file has {found[order]} entries of order {order}, {announced}")
 
 
-class _Fusion(ABC):
-    """Base class of scorers. Numbers word or symbol contexts as they appear, and caches their scores in a table."""
+class Scorer(ABC):
+    """Base class of language models whose scores are added to the log-probabilities of prefixes.
+
+    States are numbers of word or symbol contexts, which are numbered as they appear. A table caches their scores.
+    """
 
     def __init__(self, num_symbols: int) -> None:
         self._table = np.zeros((64, num_symbols))
@@ -153,19 +156,23 @@ class _Fusion(ABC):
     def end_of(self, context: tuple) -> float: ...
 
     def begin(self) -> int:
+        """Returns the initial state for new utterances, and invalidates the states of previous utterances."""
         self._contexts.clear()
         self._states.clear()
         self._after.clear()
         return self._state(self.first_context())
 
     def scores(self, states: np.ndarray) -> np.ndarray:
+        """Returns the score of appending each symbol, (..., V) float64. states: (...) int64."""
         return self._table[states]
 
     def advance(self, states: np.ndarray, symbols: np.ndarray) -> np.ndarray:
+        """Returns the states after appending one symbol to each state. states, symbols: (n,); symbols in [1, V)."""
         pairs = zip(states.tolist(), symbols.tolist(), strict=True)
         return np.array([self._after[pair] if pair in self._after else self._step(*pair) for pair in pairs], np.int64)
 
     def end(self, states: np.ndarray) -> np.ndarray:
+        """Returns the scores of ending the utterance in the given states, (...) float64."""
         used, where = np.unique(states, return_inverse=True)
         return np.array([self.end_of(self._contexts[state]) for state in used])[where].reshape(states.shape)
 
@@ -183,7 +190,7 @@ class _Fusion(ABC):
         return state
 
 
-class SymbolScorer(_Fusion):
+class SymbolScorer(Scorer):
     """Scores a symbol by the bonus, plus the symbol's weighted log-probability if an n-gram model is given.
 
     symbols: (V,), names of the symbols, blank first. The n-gram model may call the space any of `SPACE_NAMES`.
@@ -212,7 +219,7 @@ class SymbolScorer(_Fusion):
         return 0.0 if self.ngram is None else self.weight * _end_score(self.ngram, context)
 
 
-class WordScorer(_Fusion):
+class WordScorer(Scorer):
     """Scores each word at the space after the word or at the end of the utterance. Repeated spaces score 0.
 
     symbols: (V,), blank first, including a space. A word consists of the symbols between two spaces.
