@@ -3,7 +3,8 @@
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -51,11 +52,10 @@ class Alphabet:
 
     units: Units
     symbols: tuple[str, ...]
-    _numbers: dict[str, int] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        numbers = {symbol: number for number, symbol in enumerate(self.symbols, start=BLANK + 1)}
-        object.__setattr__(self, "_numbers", numbers)
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {symbol: number for number, symbol in enumerate(self.symbols, start=BLANK + 1)}
 
     def __len__(self) -> int:
         """Returns the number of symbols including the blank."""
