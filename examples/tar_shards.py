@@ -129,7 +129,7 @@ class TarSamples:
     """Data set of all samples of the shards, in order. Keeps two shards open, because a batch may need two."""
 
     def __init__(self, paths: Sequence[Path], cache_dir: Path) -> None:
-        self._paths, self._cache_dir = paths, cache_dir
+        self._cache_dir = cache_dir
         self.sizes = np.array([len(self._spans(path)) for path in paths], dtype=np.int64)
         self._starts = np.cumsum(self.sizes) - self.sizes
         self._opened = lru_cache(maxsize=2)(lambda shard: Shard(paths[shard], self._spans(paths[shard])))

@@ -31,9 +31,6 @@ class Edges:
     num_nodes: int
     num_relations: int
 
-    def __len__(self) -> int:
-        return len(self.head)
-
 
 def collaborative_graph(catalogue: Catalogue) -> Edges:
     """Builds the edges of training interactions and triples, in both directions."""

@@ -27,7 +27,7 @@ def test_edges_equal_a_slow_construction(catalogue) -> None:
     found = [*zip(edges.head.tolist(), edges.tail.tolist(), edges.relation.tolist(), strict=True)]
     expected = slow_edges(catalogue)
     assert found == sorted(expected) and max(expected.values()) == 1
-    assert len(edges) == 2 * (len(catalogue.train) + len(catalogue.triples))
+    assert len(edges.head) == 2 * (len(catalogue.train) + len(catalogue.triples))
     assert edges.num_nodes == catalogue.num_entities + catalogue.num_users
     assert edges.num_relations == 2 + 2 * catalogue.num_relations
     assert {edges.head.dtype, edges.tail.dtype, edges.relation.dtype} == {np.dtype(np.int32)}

@@ -111,7 +111,7 @@ def test_a_sample_of_softmax_is_a_user_with_all_items(catalogue) -> None:
 def test_triples_are_edges_and_negatives_are_none(catalogue) -> None:
     edges = collaborative_graph(catalogue)
     dataset = Triples(edges, 0)
-    assert len(dataset) == len(edges)
+    assert len(dataset) == len(edges.head)
     samples = many_epochs(dataset, 60)
     heads, relations, tails = edges.head, edges.relation, edges.tail
     for head in set(heads.tolist()):
