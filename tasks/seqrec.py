@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from data.interactions.columns import ColumnChoice
 from data.interactions.histories import Histories
 from data.interactions.hold_out import HoldOut, SplitKind
+from data.interactions.item_sets import numbered
 from data.interactions.reader import Interactions, load_interactions
 from data.interactions.sequences import (
     NUM_EVALUATION_NEGATIVES,
@@ -316,8 +317,8 @@ class SeqrecTask(RecommenderTask):
     def training_histories(self) -> TrainingHistories:
         data, config = self._interactions, self.config
         num_train, _ = config.hold_out.bounds(data)
-        position = np.arange(len(data.items)) - np.repeat(data.offsets[:-1], np.diff(data.offsets))
-        chosen = position < np.repeat(num_train, np.diff(data.offsets))
+        users, position = numbered(np.diff(data.offsets))
+        chosen = position < num_train[users]
         offsets = np.concatenate([[0], np.cumsum(num_train)])
         return TrainingHistories(offsets, data.items[chosen], data.num_items, is_ordered=True)
 

@@ -40,8 +40,7 @@ class ItemSets(Movable):
     @classmethod
     def of_sorted(cls, offsets: np.ndarray, items: np.ndarray, num_items: int) -> "ItemSets":
         """Builds sets from offsets and items as described for the class."""
-        users = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
-        position = np.arange(len(items)) - offsets[users]
+        users, position = numbered(np.diff(offsets))
         return cls(offsets, items, users * (num_items + 1) + items - 1 - position, num_items)
 
     @property
@@ -87,6 +86,12 @@ class ItemSets(Movable):
         is_other[np.arange(len(users))[:, None], own] = False
         others, num_others = np.nonzero(is_other)[1], self.num_items - size
         return others[(np.cumsum(num_others) - num_others)[:, None] + r]
+
+
+def numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Expands counts per user, (num_users,), to n pairs of user and index from 0 to count - 1: (n,) int64 each."""
+    users = np.repeat(np.arange(len(counts)), counts)
+    return users, np.arange(len(users)) - (np.cumsum(counts) - counts)[users]
 
 
 def sorted_distinct(values: np.ndarray) -> np.ndarray:

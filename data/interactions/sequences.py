@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from data.interactions.hold_out import HoldOut
-from data.interactions.item_sets import ItemSets, distinct_below
+from data.interactions.item_sets import ItemSets, distinct_below, numbered
 from data.interactions.reader import Interactions
 from trainer.common.errors import UserError
 from trainer.loading.arrays import Array, Ragged, cast
@@ -89,7 +89,7 @@ class TrainSequences(Movable):
         self._negatives = negatives
         self._maxlen = maxlen
         num_samples = -(-np.maximum(split.num_train - 1, 0) // maxlen)
-        self.users, sample = _numbered(num_samples if whole_histories else np.minimum(num_samples, 1))
+        self.users, sample = numbered(num_samples if whole_histories else np.minimum(num_samples, 1))
         stop = split.num_train[self.users] - sample * maxlen
         self._lengths = np.minimum(stop - 1, maxlen)
         self._first = interactions.offsets[self.users] + stop - 1 - self._lengths
@@ -192,7 +192,7 @@ class EvaluationSequences(Movable):
         num_interactions = np.diff(interactions.offsets)
         first, stop = (split.val_end, num_interactions) if is_test else (split.num_train, split.val_end)
         first = np.maximum(first, 1)  # a user's first interaction has no history
-        users, turn = _numbered(np.maximum(stop - first, 0))
+        users, turn = numbered(np.maximum(stop - first, 0))
         order = np.argsort(first[users] + turn, kind="stable")
         self.users, self._turn = users[order], turn[order]
         self._position = first[self.users] + self._turn
@@ -298,7 +298,7 @@ def _check_enough_others(sets: ItemSets, interactions: Interactions, users: np.n
 def _load_split(interactions: Interactions, cache_dir: Path, hold_out: HoldOut) -> _Split:
     def build() -> Arrays:
         num_train, val_end = hold_out.bounds(interactions)
-        users, position = _numbered(np.diff(interactions.offsets))
+        users, position = numbered(np.diff(interactions.offsets))
         in_training = position < num_train[users]
         arrays = {"num_train": num_train, "val_end": val_end}
         arrays |= _item_sets(interactions, users, in_training).arrays
@@ -318,19 +318,13 @@ def _items_excluded(
     """Returns each user's items that are not drawn as negatives in validation or, if is_test, in the test."""
     if eval_negatives == "parity":
         return split.items
-    users, position = _numbered(np.diff(interactions.offsets))
+    users, position = numbered(np.diff(interactions.offsets))
     without_test = eval_negatives == "unseen" and not is_test
     return _item_sets(interactions, users, position < split.val_end[users] if without_test else position >= 0)
 
 
 def _item_sets(interactions: Interactions, users: np.ndarray, chosen: np.ndarray) -> ItemSets:
     return ItemSets.of_pairs(users[chosen], interactions.items[chosen], interactions.num_users, interactions.num_items)
-
-
-def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Expands counts per user, (num_users,), to n pairs of user and index from 0 to count - 1: (n,) int64 each."""
-    users = np.repeat(np.arange(len(counts)), counts)
-    return users, np.arange(len(users)) - (np.cumsum(counts) - counts)[users]
 
 
 def scaled_times(interactions: Interactions, times: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
@@ -341,7 +335,7 @@ def scaled_times(interactions: Interactions, times: np.ndarray, counts: np.ndarr
     times. Li, Wang and McAuley, "Time
     interval aware self-attention for sequential recommendation", WSDM 2020.
     """
-    users, _ = _numbered(np.diff(interactions.offsets))
+    users, _ = numbered(np.diff(interactions.offsets))
     gaps = np.diff(times)
     chosen = (users[1:] == users[:-1]) & (gaps > 0)
     if counts is not None:
