@@ -68,6 +68,6 @@ def test_a_trained_run_transcribes_a_recording(run_here, tmp_path):
     write_wav(tmp_path / "a.wav", 3000 * np.random.default_rng(0).normal(size=(8000, 1)))
     command = [sys.executable, "-m", "examples.stream", run, tmp_path / "a.wav"]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "1.00 s of audio in" in said and "a chunk of 100 ms, frames of 55 ms" in said
+    assert "1.00 s of audio in" in said and "100 ms to fill a chunk, 55 ms to complete its frames" in said
     mistake = subprocess.run([*command[:-1], tmp_path], capture_output=True, text=True)
     assert mistake.returncode == 2 and "give a wav file with 16 bits per sample" in mistake.stderr

@@ -110,4 +110,4 @@ def test_a_shape_that_one_rank_has_is_refused_on_all(form, tmp_path, environment
     arguments = ["--multi-gpu", form, *TINY, "--save-dir", tmp_path / "run", "--odd-sample", 11]
     assert run_group(arguments, 2, environment, tmp_path / "out") == [2, 2]
     (error,) = [line for line in (tmp_path / "out").read_text().splitlines() if "error: " in line]
-    assert "returned the sum 'lengths' with shape (" in error
+    assert "returned the sum 'lengths' with different shapes, (" in error
