@@ -31,6 +31,12 @@ def num_disorders(clocks: np.ndarray) -> int:
     return int(goes_back.sum(axis=0).min(initial=len(clocks))) if clocks.shape[1] else 0
 
 
+def is_newest_first(steps: np.ndarray) -> bool:
+    """Returns whether clocks fall instead of rising. steps: (n, K), their steps from row to row."""
+    rises, falls = (steps > 0).sum(axis=0), (steps < 0).sum(axis=0)
+    return bool((falls > 2 * rises).any() and (falls >= rises).all())
+
+
 def rate_and_gaps(clocks: np.ndarray, in_seconds: np.ndarray) -> tuple[float | None, np.ndarray]:
     """Returns a recording's rows per second, and indices (int64) of rows that follow a gap, by the finest clock.
 

@@ -34,7 +34,7 @@ from data.table_files import STRICT, LeftOut, Reading, opened_table
 from trainer.common.errors import UserError
 from trainer.loading.cache import Arrays, array_of_texts, cached_arrays, digest_of, key_of, texts_of_array
 
-_FORMAT_VERSION = 8
+_FORMAT_VERSION = 9
 _SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 _MOST_LISTED = 10_000
 """Largest number of files examined for a message about unknown data."""
@@ -272,8 +272,8 @@ def _remarks(cut: Cut, several: Sequence[str]) -> Iterator[str]:
         )
     if cut.num_disorders:
         yield (
-            f"The clock runs backwards {cut.num_disorders:,} times within recordings. If the rows are out of order, "
-            "sort them by time."
+            f"Warning: the clock runs backwards {cut.num_disorders:,} times within recordings. If the rows are out of "
+            "order, sort them by time."
         )
     if cut.num_short:
         yield (

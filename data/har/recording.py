@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from data.har.clocks import is_same_rate, middle_rate_hz, seconds_of, usual_rate_hz
+from data.har.clocks import is_same_rate, middle_rate_hz, num_disorders, seconds_of, usual_rate_hz
 from data.har.rows import LABELS, LARGEST, SUBJECTS, Recording, Rows, as_float32, read_rows, roles_of, usual_column
 from data.har.windows import WindowFormat, triplets_first
 from data.table_files import STRICT, LeftOut, Reading, opened_table, tables_at
@@ -107,6 +107,11 @@ def _windows_of(rows: Rows, label: str, wanted: WindowFormat, remarks: Sequence[
 def _remarks(rows: Rows, label: str, pieces: Sequence[Recording]) -> Iterator[str]:
     if num_gaps := sum(piece.is_behind_gap for piece in pieces):
         yield f"{label}: the clock has {num_gaps:,} gaps; no window spans a gap."
+    if num_back := sum(num_disorders(rows.clocks[piece.start : piece.stop]) for piece in pieces):
+        yield (
+            f"Warning: {label}: the clock runs backwards {num_back:,} times within recordings. If the rows are out of "
+            "order, sort them by time."
+        )
     if (num_people := len(set(rows.subjects))) > 1:
         yield f"{label}: has rows of {num_people} people; each window has rows of only one person."
     if any(rows.labels):

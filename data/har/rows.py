@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.csv_lines import CsvTable, Line, is_number, plain_name, without_point
-from data.har.clocks import is_clock, rate_and_gaps
+from data.har.clocks import is_clock, is_newest_first, rate_and_gaps
 from data.har.windows import SIGNALS
 from data.moments import moments_of, settled
 from data.table_files import LeftOut
@@ -240,6 +240,12 @@ def read_rows(
         trials += [tuple(fields[column].strip() for column in roles.trials) for _, fields in some]
         ends = [*ends[:1], *([fields[column].strip() for column in clocks] for _, fields in (some[0], some[-1]))]
     clock_values = settled(np.concatenate(moments))
+    is_same = [before == row for before, row in pairwise(zip(keys[0], trials, strict=True))]
+    if is_newest_first(np.diff(clock_values, axis=0)[is_same]):
+        raise UserError(
+            f"{where}: the clock ({', '.join(header[column] for column in clocks)}) falls from row to row, so the "
+            "newest row is first; sort the rows by time, or remove the clock column if it is wrong"
+        )
     of_file = {header[column]: (ends[0][k], ends[-1][k]) for k, column in enumerate(clocks) if ends}
     is_known = dict(zip(of_file, np.isfinite(clock_values).any(axis=0), strict=bool(ends)))
     unread |= {name: first for name, (first, _) in of_file.items() if not is_known[name] and name not in unread}

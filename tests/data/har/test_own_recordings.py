@@ -312,7 +312,7 @@ def test_rows_in_another_order_than_that_of_the_clock(load, tmp_path):
     names = ["time", "acc", "subject", "activity"]
     rows = [[i, i % 3, "p", "ab"[i // 12]] for i in range(24)]
     rows[3:6], rows[15:17] = rows[5:2:-1], rows[16:14:-1]
-    said = "The clock runs backwards"
+    said = "Warning: the clock runs backwards"
     assert f"{said} 3 times" in " ".join(load(write(tmp_path / "mine.csv", rows, names)).remarks)
     fine = {
         "anew.csv": [[row % 6, *rest] for row, (_, *rest) in enumerate(rows)],
@@ -323,6 +323,24 @@ def test_rows_in_another_order_than_that_of_the_clock(load, tmp_path):
         assert said not in " ".join(load(write(tmp_path / name, some, names)).remarks)
     two = [[i * 500 % 1000, i // 2, *rest] for i, (_, *rest) in enumerate(rows)]
     assert said not in " ".join(load(write(tmp_path / "two.csv", two, ["millis", "second", *names[1:]])).remarks)
+
+
+def test_rows_with_the_newest_first_are_refused(load, tmp_path):
+    """In new recordings too; also by a clock of whole seconds, beside a date that never changes."""
+    names, wanted = ["time", "acc", "subject", "activity"], WindowFormat(("acc",), ("sit", "walk"), 10, 10, 50.0)
+    for rate, first in ((25, names), (0.5, ["date", *names])):
+        rows = [
+            ["2024-05-31"] * (len(first) - 4) + [int(float(t) * rate), *row] for t, *row in timed([("a", 1), ("b", 1)])
+        ]
+        path = write(tmp_path / "mine.csv", rows, first)
+        assert len(load(path, channels=("acc",)).recordings.signals) == 4 * 6
+        refusal = rf"mine.csv: the clock \({', '.join(first[:-3])}\) falls from row to row, .*; sort the rows by time"
+        for newest_first in (rows[::-1], [*rows[59::-1], *rows[:59:-1]]):
+            write(path, newest_first, first)
+            with pytest.raises(UserError, match=f"--data-dir .*{refusal}"):
+                load(path, channels=("acc",))
+            with pytest.raises(UserError, match=f"--predict .*{refusal}"):
+                read_new_windows(path, wanted)
 
 
 def test_no_window_spans_a_gap_or_two_trials(load, tmp_path):

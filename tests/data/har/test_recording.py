@@ -118,6 +118,15 @@ def test_another_rate_by_the_clock_is_refused(clock, tmp_path):
     assert len(read_new_windows(path, ONE)) == 19
 
 
+def test_rows_out_of_order_are_reported(tmp_path):
+    path = recorded(tmp_path / "new.csv", [("p", 40)], names=("time", "subject"))
+    header, *lines = path.read_text().splitlines()
+    for swapped, said in ((lines, []), ([*lines[:6], *lines[8:5:-1], *lines[9:]], ["backwards 2 times"])):
+        path.write_text("\n".join([header, *swapped]))
+        remarks = read_new_windows(path, ONE).remarks
+        assert [part for part in said if part in remarks[0]] == said and len(remarks) == len(said)
+
+
 def test_labels_are_ignored_and_an_unreadable_clock_is_reported(tmp_path):
     path = recorded(
         tmp_path / "new.csv", [("sit", 20), ("walk", 20)], names=("time", "activity"), clock=lambda _: "noon"
