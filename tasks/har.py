@@ -491,7 +491,8 @@ class HarTask(Task):
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """Returns columns with each window's index, start and end time, predicted activity and class probabilities.
 
-        Times are in seconds, and empty for windows from a .npy file.
+        Times are in seconds, and empty for windows from a .npy file. The file's columns of person and trial are
+        repeated.
         """
         assert isinstance(objective, HarObjective)
         self._doubt_units(objective.model)
@@ -503,6 +504,7 @@ class HarTask(Task):
             start_s = new.start_s[index].tolist()
         return {
             "window": index,
+            **{name: [cells[i] for i in index] for name, cells in (new.cells if new else {}).items()},
             "start_s": _seconds(start_s, 0.0, window.rate_hz),
             "end_s": _seconds(start_s, (new and new.duration_s) or 0.0, window.rate_hz),
             "activity": [window.classes[i] for i in predicted],

@@ -1,8 +1,9 @@
 """Reads signals for `--predict`: a recording in a table, or an array of windows in a .npy file."""
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -28,9 +29,10 @@ _NEAR = 1.6
 class NewWindows:
     """Data set of sensor windows without labels, in physical units.
 
-    where: how messages name the file. signals: (N, C, T) float32. start_s: (N,) float64, start of each window in the
-    file, in seconds. duration_s: length of a window, in seconds. start_s and duration_s are None for a .npy file.
-    remarks: lines to print.
+    where: how messages name the file. signals: (N, C, T) float32. start_s: (N,) float64, start of each window, in
+    seconds since the first row of its person and trial. duration_s: length of a window, in seconds. start_s and
+    duration_s are None for a .npy file. remarks: lines to print. cells: each window's person and trial, as spelled in
+    the file, by column.
     """
 
     where: str
@@ -38,6 +40,7 @@ class NewWindows:
     start_s: np.ndarray | None = None
     duration_s: float | None = None
     remarks: tuple[str, ...] = ()
+    cells: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.signals)
@@ -70,13 +73,16 @@ def read_new_windows(
         if path.suffix.lower() == ".npy":
             return NewWindows(label, _read_array(path, label, wanted))
         left_out = LeftOut(reading)
-        rows = _read_recording(path, label, wanted.channels, subject_column, label_column, left_out)
+        rows, names = _read_recording(path, label, wanted.channels, subject_column, label_column, left_out)
     except OSError as error:
         raise UserError(f"{label}: {error.strerror or error}; give a file with recordings") from None
-    return _windows_of(rows, label, wanted, left_out.remarks())
+    return _windows_of(rows, names, label, wanted, left_out.remarks())
 
 
-def _windows_of(rows: Rows, label: str, wanted: WindowFormat, remarks: Sequence[str]) -> NewWindows:
+def _windows_of(
+    rows: Rows, names: Sequence[str], label: str, wanted: WindowFormat, remarks: Sequence[str]
+) -> NewWindows:
+    """Cuts rows into windows. names: columns of the person and the trial, whose cells `rows.trials` begins with."""
     length = wanted.length
     pieces = [(piece, range(piece.start, piece.stop - length + 1, wanted.hop)) for piece in rows.recordings(False)]
     first_rows = np.array([row for _, starts in pieces for row in starts], np.int64)
@@ -97,11 +103,16 @@ def _windows_of(rows: Rows, label: str, wanted: WindowFormat, remarks: Sequence[
                 f"trained at {rate_hz:.4g}; resample the recording, or remove the clock column if it is wrong"
             )
         rate_hz = usual_rate_hz(told_hz)
-    seconds = seconds_of(rows.clocks, rows.in_seconds)
-    start_s = rows.places[first_rows] / rate_hz if seconds is None else seconds[first_rows]
+    seconds, end = np.empty(len(rows.signals)), 0
+    for _, run in groupby(range(len(seconds)), key=lambda row: rows.trials[row][: len(names)]):
+        of_run, begin = list(run), end
+        by_clock = seconds_of(rows.clocks[of_run], rows.in_seconds)
+        seconds[of_run] = (rows.places[of_run] - begin) / rate_hz if by_clock is None else by_clock
+        end = rows.places[of_run[-1]] + 1
+    cells = {name: [rows.trials[row][k] for row in first_rows.tolist()] for k, name in enumerate(names)}
     signals = sliding_window_view(rows.signals, length, axis=0)[first_rows]
     remarks = [*remarks, *_remarks(rows, label, [piece for piece, _ in pieces])]
-    return NewWindows(label, signals, start_s, length / rate_hz, tuple(remarks))
+    return NewWindows(label, signals, seconds[first_rows], length / rate_hz, tuple(remarks), cells)
 
 
 def _remarks(rows: Rows, label: str, pieces: Sequence[Recording]) -> Iterator[str]:
@@ -196,13 +207,15 @@ def _read_array(path: Path, label: str, window: WindowFormat) -> np.ndarray:
 def _read_recording(
     path: Path, label: str, channels: Sequence[str], subject_column: str | None, label_column: str | None,
     left_out: LeftOut,
-) -> Rows:  # fmt: skip
+) -> tuple[Rows, list[str]]:  # fmt: skip
+    """Reads a table; also returns the names of the columns with which `Rows.trials` begins: person, then trials."""
     with opened_table(tables_at(path, "--predict", "give a file with recordings")[-1], left_out) as table:
         if not table.header:
             raise UserError(f"{label}: is empty; give a CSV whose first line names the signals {', '.join(channels)}")
         subject = usual_column(table.header, SUBJECTS, subject_column)
         label_of_rows = usual_column(table.header, LABELS, label_column)
         roles = roles_of(table.header, channels, subject, label_of_rows)
-        return read_rows(
-            table, channels, roles, label, "repair the file, or add --on-bad drop or interpolate", left_out
-        )
+        roles = replace(roles, trials=(*([] if subject is None else [subject]), *roles.trials))
+        advice = "repair the file, or add --on-bad drop or interpolate"
+        rows = read_rows(table, channels, roles, label, advice, left_out)
+        return rows, [table.header[column] for column in roles.trials]

@@ -83,13 +83,13 @@ def test_a_run_learns_and_labels_a_new_recording(model, own, recordings, run_her
     assert load_run(run).mean.shape == (4, 1)
     recordings.unlink()
     new = tmp_path / "new.csv"
-    lines = [row[:5] for row in rows("?", "rest", 70, 99) + rows("?", "run", 70, 98)]
-    new.write_text("\n".join([",".join(NAMES[:5]), *(",".join(map(str, line)) for line in lines)]))
+    lines = [row[:6] for row in rows("gus", "rest", 70, 99) + rows("gus", "run", 70, 98)]
+    new.write_text("\n".join([",".join(NAMES[:6]), *(",".join(map(str, line)) for line in lines)]))
     out, err = run_here("--predict", new, "--save-dir", run, "--num-threads", 1)
     table = list(csv.DictReader(out.splitlines()))
     assert err.startswith(f"From the run in {run}: --data-dir {recordings}, ") and err.count("\n") == 1
     assert [row["start_s"] for row in table] == [f"{i:.2f}" for i in range(6)]
-    assert table[0]["end_s"] == "2.00"
+    assert (table[0]["person"], table[0]["end_s"]) == ("gus", "2.00")
     assert (table[0]["activity"], table[-1]["activity"]) == ("rest", "run")
     assert float(table[0]["rest"]) + float(table[0]["run"]) == pytest.approx(1, abs=2e-4)
 
