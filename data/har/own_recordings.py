@@ -280,6 +280,13 @@ def _remarks(cut: Cut, several: Sequence[str]) -> Iterator[str]:
             f"Left out: {cut.num_short:,} stretches of one activity that are shorter than a window, with "
             f"{cut.num_short_rows:,} rows in total."
         )
+    kept = {*cut.subjects, ""}, {*cut.labels, ""}
+    for what, spellings, names in zip(("people", "classes"), cut.spellings, kept, strict=True):
+        if lost := {text for text in spellings if key_of_name(text) not in names}:
+            yield (
+                f"Warning: these {what} have no window: {shown(lost)}. None of their stretches of one activity is as "
+                "long as a window; choose a smaller --window, or give longer recordings."
+            )
 
 
 def _places(names: Sequence[str], ordered: Sequence[str]) -> np.ndarray:
@@ -414,4 +421,6 @@ def _refuse_names(subjects: Sequence[str], classes: Sequence[str], where: str) -
                 f"{where}: label {name!r}: is also a column name of the output of --predict; rename the label"
             )
     if len(classes) < 2:
-        raise UserError(f"{where}: has only windows of {shown(classes)}; give recordings of at least two classes")
+        raise UserError(
+            f"{where}: has only windows of {shown(classes)}; give at least two classes, each longer than --window"
+        )

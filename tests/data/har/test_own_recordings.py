@@ -398,6 +398,19 @@ def test_the_reason_for_no_window_is_reported(load, tmp_path):
             load(write(tmp_path / "mine.csv", rows, names), channels=("acc",))
 
 
+def test_classes_and_people_without_a_window_are_named(load, tmp_path):
+    names = ["acc", "subject", "activity"]
+    bouts = [("p", "walk", 12), ("p", "Jump", 9), ("p", "sit", 10), ("q", "run", 9), ("r", "", 40), ("p", "jump", 9)]
+    rows = [[k % 7, subject, activity] for subject, activity, num in bouts for k in range(num)]
+    text = " ".join(load(write(tmp_path / "mine.csv", rows, names)).remarks)
+    assert re.findall(r"these (\w+) have no window: (.*?)[.]", text) == [
+        ("people", "q, r"),
+        ("classes", "Jump, jump, run"),
+    ]
+    remarks = load(write(tmp_path / "mine.csv", rows[:12] + rows[21:31], names)).remarks
+    assert "no window:" not in " ".join(remarks)
+
+
 def test_the_label_is_the_column_that_is_called_so_to_the_letter(load, tmp_path):
     names = ["activity_id", "Activity", "acc", "subject"]
     rows = [[i // 12 + 5, "ab"[i // 12], i % 3, "p"] for i in range(24)]
@@ -471,7 +484,7 @@ def test_test_subjects_are_the_named_people_or_every_fifth(load, tmp_path):
         (lambda lines: [*lines[:3], "2,1,1"], "line 4: has 3 columns, but there are 7 column names"),
         (lambda lines: [*lines[:3], "2,1,1,1,1,,walk"], "row 3 below the column names has no subject"),
         (lambda lines: lines[:9], "a window has 10 rows, but the longest uninterrupted activity of one person"),
-        (lambda lines: lines[:12], "has only windows of walk; give recordings of at least two"),
+        (lambda lines: lines[:12], "has only windows of walk; give at least two classes, each longer"),
         (lambda lines: lines[:1], "has column names, but no readable rows"),
         (lambda lines: [lines[0].replace("acc_x", '"acc\nx"'), *lines[1:]], "the column name 'acc\\nx' has a line"),
         (lambda lines: [], "is empty"),
