@@ -238,7 +238,7 @@ def _table(columns: "_Columns", cut: Cut, num_people: int, num_classes: int) -> 
     rate = "" if cut.rate_hz is None else f"{cut.rate_hz:.4g} rows per second, "
     unlabelled = sum(count for text, count in cut.spellings[1].items() if not key_of_name(text))
     rows = [
-        (name, "clock", f"cannot be read: {cut.unread[name]!r}" if name in cut.unread else f"{rate}{first} to {last}")
+        (name, "clock", f"cannot be read: {cut.unread[name]}" if name in cut.unread else f"{rate}{first} to {last}")
         for name, (first, last) in cut.moments.items()
     ]
     rows.append((columns.subject, "subject", f"{num_people} people"))
@@ -255,10 +255,10 @@ def _table(columns: "_Columns", cut: Cut, num_people: int, num_classes: int) -> 
 def _remarks(cut: Cut, several: Sequence[str]) -> Iterator[str]:
     if several:
         yield f"These spellings count as one name: {'; '.join(several)}."
-    for name, cell in cut.unread.items():
+    for name, why in cut.unread.items():
         yield (
-            f"Warning: the column {name} has the name of a clock, but its value {cell!r} is not a time, so gaps and "
-            "differing sampling rates are not detected. Write seconds, or dates such as 2024-05-31T18:30:00.25."
+            f"Warning: the column {name} has the name of a clock, but {why}, so gaps and differing sampling rates are "
+            "not detected. Write seconds, or dates such as 2024-05-31T18:30:00.25."
         )
     if others := cut.windows_at_another_rate():
         yield (

@@ -127,10 +127,10 @@ def _remarks(rows: Rows, label: str, pieces: Sequence[Recording]) -> Iterator[st
         yield f"{label}: has rows of {num_people} people; each window has rows of only one person."
     if any(rows.labels):
         yield f"{label}: the label column is ignored."
-    for name, cell in rows.unread.items():
+    for name, why in rows.unread.items():
         yield (
-            f"Warning: {label}: the column {name} has the name of a clock, but its value {cell!r} is not a time, so "
-            "gaps and a different sampling rate are not detected."
+            f"Warning: {label}: the column {name} has the name of a clock, but {why}, so gaps and a different sampling "
+            "rate are not detected."
         )
 
 

@@ -67,7 +67,7 @@ class Rows:
     and each label occurs, as spelled in the file.
     trials: each row's cells in the columns that separate recordings.
     clocks: (n, K) float64; NaN if a cell is not a time. in_seconds: (K,) bool, whether a clock is in seconds.
-    moments: first and last cell of each clock, by name. unread: first unreadable cell, by the clock's name.
+    moments: first and last cell of each clock, by name. unread: why a clock cannot be read, by its name.
     places: (n,) int64, each row's index in the file.
     """
 
@@ -231,7 +231,7 @@ def read_rows(
         for k, clock in enumerate(clocks):
             for row in np.flatnonzero(np.isnan(moments[-1][:, k]).all(axis=1)).tolist():
                 if (cell := some[row][1][clock].strip()) not in MISSING:
-                    unread.setdefault(header[clock], cell)
+                    unread.setdefault(header[clock], f"its value {cell!r} is not a time")
                     break
         for k, column in enumerate((roles.subject, roles.label)):
             texts = [""] * len(some) if column is None else [fields[column].strip() for _, fields in some]
@@ -248,7 +248,10 @@ def read_rows(
         )
     of_file = {header[column]: (ends[0][k], ends[-1][k]) for k, column in enumerate(clocks) if ends}
     is_known = dict(zip(of_file, np.isfinite(clock_values).any(axis=0), strict=bool(ends)))
-    unread |= {name: first for name, (first, _) in of_file.items() if not is_known[name] and name not in unread}
+    unread |= {
+        name: f"its value {first!r} " + ("is not a time" if first in MISSING else "can begin with the day or the month")
+        for name, (first, _) in of_file.items() if not is_known[name] and name not in unread
+    }  # fmt: skip
     in_seconds = np.array([not any(map(is_number, cells)) for cells in of_file.values()], bool)
     rows = Rows(
         np.concatenate(signals), *keys, spellings, trials, clock_values, in_seconds, of_file, unread,
