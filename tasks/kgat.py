@@ -63,7 +63,7 @@ class KgatFlags(FlagGroup):
         "optional valid.txt; or KGCN's ratings_final and kg_final; or a table of user, item, time and a table of "
         "head, relation, tail (default: a generated catalogue; no download)", common=True, local=True,
     )  # fmt: skip
-    encoding: str | None = flag(None, ENCODING, metavar="NAME")
+    encoding: str | None = flag(None, ENCODING, metavar="NAME", needs={"data_dir": None})
     on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD)
     model: Literal["kgat", "kg-lightgcn", "lightgcn", "bprmf", "popularity", "itemknn", "ease"] = flag(
         "kg-lightgcn", "model; kg-lightgcn: LightGCN that adds to each item the mean of its neighbours in the "

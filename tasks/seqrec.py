@@ -72,7 +72,7 @@ class SeqrecFlags(FlagGroup):
         None, "name or number (from 1) of the column with times, as numbers or dates; 'none': lines are in order "
         "of time (default: detected by common column names)", metavar="COLUMN",
     )  # fmt: skip
-    encoding: str | None = flag(None, ENCODING, metavar="NAME")
+    encoding: str | None = flag(None, ENCODING, metavar="NAME", needs={"data_dir": None})
     on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD)
     k_core: int = flag(
         5, "drop users and items with fewer interactions than this, repeatedly until all have enough; 0: keep all",
@@ -407,7 +407,8 @@ class SeqrecTask(RecommenderTask):
         sizes = np.diff(found.offsets)[:20]
         items = found.items[: sizes.sum()]
         columns = {"user": np.arange(len(sizes)).repeat(sizes).tolist(), "item": [self.item_ids[i - 1] for i in items]}
-        return columns if found.times is None else columns | {"time": found.times[: len(items)].tolist()}
+        columns |= {} if found.times is None else {"time": found.times[: len(items)].tolist()}
+        return self.config.columns.arranged(columns)
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """Returns a row for each recommended item: user, rank, item and score."""

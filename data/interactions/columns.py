@@ -1,7 +1,8 @@
 """Detects the user, item and time columns of a file of interactions."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from data.csv_lines import plain_name
 from data.files import not_read
@@ -45,6 +46,14 @@ class ColumnChoice:
     def of(self, role: str) -> str | None:
         chosen: str | None = getattr(self, role)
         return chosen
+
+    def arranged(self, columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+        """Names and orders columns, given by role, as the flags expect; empty columns fill gaps between numbers."""
+        chosen = {role: self.of(role) or role for role in columns}
+        numbers = {int(text): role for role, text in chosen.items() if text.isdecimal()}
+        places = [numbers.get(number, f"other {number}") for number in range(1, max(numbers, default=0) + 1)]
+        named = {text: columns[role] for role, text in chosen.items() if role not in places}
+        return {place: columns.get(place, [""] * len(columns["user"])) for place in places} | named
 
 
 FIND_OUT = ColumnChoice()

@@ -332,6 +332,30 @@ def test_a_sample_is_what_a_run_labels(task, name, num_lines, run_here, tmp_path
     assert len(out.splitlines()) == 1 + num_lines
 
 
+@pytest.mark.parametrize(
+    ("header", "flags"),
+    [
+        ("paid_at,buyer,x,Artikel", "--user-column buyer --item-column Artikel --time-column paid_at"),
+        ("paid_at,user,x,Artikel", "--item-column 4 --time-column paid_at"),
+        ("", "--user-column 2 --item-column 4 --time-column none"),
+    ],
+)
+@pytest.mark.parametrize("encoding", ["cp1252", "utf-16"])
+def test_a_sample_has_the_columns_and_the_encoding_of_the_run(header, flags, encoding, run_here, tmp_path):
+    table, sample = tmp_path / "train.csv", tmp_path / "new.csv"
+    rows = [f"{10**9 + 7 * u + k},u{u},1,Größe {(u + k) % 9}" for u in range(20) for k in range(6)]
+    table.write_text("\n".join([header, *rows]), encoding)
+    here, short = (
+        ("--task", "seqrec", "--save-dir", tmp_path / "run", "--num-threads", 1),
+        ["--max-steps", 1, "--no-test"],
+    )
+    run_here(*here, "--data-dir", table, "--encoding", encoding, *flags.split(), "--no-time", *short)
+    run_here(*here, "--sample", sample)
+    assert {f"Größe {i}" for i in range(9)} <= set(re.split(r"[,\n]", sample.read_text(encoding)))
+    out, err = run_here(*here, "--predict", sample, "--top-k", 1)
+    assert len(out.splitlines()) == 1 + 20 and "left out" not in err
+
+
 def test_a_sample_of_a_table_and_of_its_new_rows(run_here, tmp_path):
     table, rows = tmp_path / "train.csv", tmp_path / "new.csv"
     run_here("--task", "tabular", "--sample", table)

@@ -120,10 +120,10 @@ def write_sample(task: Task, path: Path) -> None:
     if content is None or path.exists():
         problem = f"the task {type(task).__name__} has no sample" if content is None else "already exists; name another"
         raise UserError(f"--sample {path}: {problem}")
-    text = io.StringIO()
     if not isinstance(content, bytes):
-        _write_table(iter([content]), text, tqdm(disable=True))
-    write_output(path, content if isinstance(content, bytes) else text.getvalue(), "--sample")
+        _write_table(iter([content]), text := io.StringIO(), tqdm(disable=True))
+        content = text.getvalue().encode(getattr(task.config, "encoding", None) or "utf-8", "backslashreplace")
+    write_output(path, content, "--sample")
     say(f"Wrote {path}.")
 
 
