@@ -54,8 +54,8 @@ _RELATIONS_SHOWN = 20
 class KgatFlags(FlagGroup):
     """Task: recommendation with a knowledge graph (--task kgat)
 
-    --predict takes a text or CSV file with one user id per line; the header `user` is optional. The output lists
-    each user's --top-k best items with scores and, for --model kgat, the path of highest attention to each item.
+    --predict takes a text or CSV file with one user id per line; a header such as `user_id` is optional. The output
+    lists each user's --top-k best items with scores and, for --model kgat, the path of highest attention to each item.
     """
 
     data_dir: Path | None = flag(

@@ -1,10 +1,13 @@
 """Reads the file of `--predict`: users to whom a model recommends items."""
 
+import io
 from pathlib import Path
 
 import numpy as np
 
 from data.csv_lines import plain_name
+from data.files import shown
+from data.interactions.columns import NAMES
 from data.knowledge_graph.catalogue import Catalogue
 from data.knowledge_graph.samples import padded
 from data.table_files import STRICT, LeftOut, Reading, decoded
@@ -12,19 +15,15 @@ from trainer.common.errors import UserError
 from trainer.common.files import MOST_WHOLE, read_whole
 from trainer.loading.order import SampleKeys
 
-HEADER = "user"
-_MOST_DIGITS = 18
-"""Largest number of digits for which every integer fits 64 bits."""
-
 
 def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> tuple[np.ndarray, list[str]]:
     """Returns users in the order of the file, with repetitions, as (n,) int64, and remarks to print.
 
-    path: text file with one user id per line, as in the training data, optionally below a header such as `user_id`.
-    Raises UserError, with file, line and value, for users without training items, unless `reading` drops bad lines.
+    path: text file with one user id per line, plain or quoted as in a CSV file, optionally below a header such as
+    `user_id`. Raises UserError, with file, line and value, for users without training items, unless `reading` drops bad
+    lines.
     """
-    is_trained_on = catalogue.train.sizes > 0
-    number_of = {name: number for number, name in enumerate(catalogue.names[0])}
+    number_of = {catalogue.user_name(user): user for user in np.flatnonzero(catalogue.train.sizes).tolist()}
     label = f"--predict {path}"
     try:
         content = read_whole(path, MOST_WHOLE)
@@ -32,20 +31,19 @@ def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> t
         raise UserError(f"{label}: {error.strerror or error}; give a file with one user id per line") from None
     users: list[int] = []
     unknown = LeftOut(reading)
-    for number, line in enumerate(decoded(content, label, unknown).splitlines(), start=1):
-        text_of_line = line.strip().strip('"')
-        if not text_of_line or (number == 1 and plain_name(text_of_line) == HEADER):
-            continue
-        is_id = text_of_line.isascii() and text_of_line.isdigit() and len(text_of_line) <= _MOST_DIGITS
-        user = number_of.get(text_of_line, -1) if number_of else int(text_of_line) if is_id else -1
-        if 0 <= user < len(is_trained_on) and is_trained_on[user]:
+    for number, line in enumerate(io.StringIO(decoded(content, label, unknown), None), start=1):
+        line = line.strip()
+        unquoted = line[1:-1].replace('""', '"').strip() if line[:1] == line[-1:] == '"' else line
+        user = next((number_of[name] for name in (line, unquoted) if name in number_of), None)
+        if user is not None:
             users.append(user)
+        if user is not None or not unquoted or (number == 1 and plain_name(unquoted) in NAMES["user"]):
             continue
-        ids = "" if number_of else f" (0 to {len(is_trained_on) - 1}), without other text"
-        line_shown = f"{label}, line {number}: {text_of_line[:80]!r}"
+        line_shown = f"{label}, line {number}: {line[:80]!r}"
         unknown.add(
             line_shown,
-            f"{line_shown}: give the id of a user with training items{ids}, or skip invalid lines with --on-bad drop",
+            f"{line_shown}: give the id of a user with training items, such as {shown(list(number_of)[:3])}, or skip "
+            "invalid lines with --on-bad drop",
             "lines without the id of a user with training items",
         )
     return np.array(users, dtype=np.int64), unknown.remarks()

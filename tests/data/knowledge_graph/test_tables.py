@@ -107,10 +107,22 @@ def test_files_that_are_no_tables_are_told_where_nothing_else_is_there(load):
 def test_users_by_name_and_unknown_ones(load, tmp_path):
     found, path = load({"ratings.csv": USERS}), tmp_path / "users.csv"
     path.write_bytes("user_id\nu3\nnobody\nu0\n".encode("utf-16"))
-    with pytest.raises(UserError, match=r"line 3: 'nobody': give the id of a user with training items, or skip"):
+    with pytest.raises(UserError, match=r"line 3: 'nobody': give the id of a user .*, such as u0, u1, u2, or skip"):
         read_users(path, found)
     users, notes = read_users(path, found, Reading(on_bad="drop"))
     assert users.tolist() == [3, 0]
     assert notes == [
         f"Left out: 1 lines without the id of a user with training items, such as --predict {path}, line 3: 'nobody'."
     ]
+
+
+@pytest.mark.parametrize("header", ["", "customer_id\n"])
+@pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
+def test_any_user_can_be_named_plain_or_as_in_a_csv_file(header, ending, load, tmp_path):
+    names = ['u "0"', '"all"', '"', "a, b", "line\u2028break", "client"]
+    quoted = ['"' + name.replace('"', '""') + '"' for name in names]
+    found, path = load({"ratings.csv": "user,item\n" + "".join(f"{n},1\n{n},2\n" for n in quoted)}), tmp_path / "u.csv"
+    for written in (names, quoted):
+        path.write_text(header + "\n".join(written), newline=ending)
+        users, notes = read_users(path, found)
+        assert [found.user_name(user) for user in users.tolist()] == names and not notes
