@@ -424,7 +424,7 @@ class KgatTask(RecommenderTask):
 
     def sample(self) -> Mapping[str, Sequence[Any]]:
         """Returns the first twenty users who have training items, as an example input of `--predict`."""
-        return {"user": np.flatnonzero(self.catalogue.train.sizes)[:20].tolist()}
+        return {"user": list(map(self.catalogue.user_name, np.flatnonzero(self.catalogue.train.sizes)[:20].tolist()))}
 
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """Returns a row per recommended item: user, rank, item, score and, for KGAT, the path of highest attention."""

@@ -174,6 +174,18 @@ def test_recommends_what_a_user_has_not_with_the_path_that_explains_it(data, run
             assert_is_path(row["path"].split(), edges)
 
 
+def test_a_run_on_named_users_labels_its_own_sample(run_here, tmp_path):
+    names = ['ann "a", b', "bob", "carl"]
+    rows = [[name, f"i{item}", item] for name in names for item in range(9)]
+    with (tmp_path / "ratings.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([["user", "item", "time"], *rows])
+    here = ["--task", "kgat", "--data-dir", tmp_path / "ratings.csv", "--save-dir", tmp_path / "run"]
+    run_here(*here, "--model", "popularity", "--val-share", 0.3)
+    run_here(*here, "--sample", tmp_path / "sample.csv")
+    out, _ = run_here(*here, "--predict", tmp_path / "sample.csv", "--top-k", 1)
+    assert [row["user"] for row in csv.DictReader(out.splitlines())] == names
+
+
 def assert_is_path(words, edges):
     nodes = list(zip(words[0::3], words[1::3], strict=True))
     for (kind, one), arrow, (_, other) in zip(nodes, words[2::3], nodes[1:], strict=False):
