@@ -57,6 +57,12 @@ def without_point(text: str) -> str:
     return whole[1] if whole else text
 
 
+def without_points(names: Sequence[str]) -> Sequence[str]:
+    """Applies `without_point` to all names if this makes all of them whole numbers of at least 0."""
+    whole = list(map(without_point, names))
+    return whole if all(name.isascii() and name.isdigit() for name in whole) else names
+
+
 def in_order(names: Iterable[str]) -> list[str]:
     """Sorts names: by value if all are whole numbers, otherwise as text."""
     names = list(names)

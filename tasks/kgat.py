@@ -251,9 +251,11 @@ class KgatTask(RecommenderTask):
         ]
         lines = [*catalogue.notes, *overview(("part", "interactions", "users", "items"), rows)]
         if catalogue.has_graph:
+            entities, num_items = np.unique(catalogue.triples[:, [0, 2]]), catalogue.num_items
             lines.append(
                 f"Graph: {len(catalogue.triples):,} triples of {catalogue.num_relations} relations among "
-                f"{catalogue.num_items:,} items and {catalogue.num_entities - catalogue.num_items:,} other entities."
+                f"{np.count_nonzero(entities < num_items):,} of the {num_items:,} items and "
+                f"{np.count_nonzero(entities >= num_items):,} other entities."
             )
         if len(hidden):
             lines.append(

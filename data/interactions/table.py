@@ -7,7 +7,7 @@ from itertools import chain, islice
 
 import numpy as np
 
-from data.csv_lines import Line, csv_lines, delimiter_of, in_order, without_point
+from data.csv_lines import Line, csv_lines, delimiter_of, in_order, without_points
 from data.files import DataFile
 from data.interactions.columns import ColumnChoice, Layout, find_layout
 from data.interactions.times import EXPECTED, form_of, in_seconds, parse_times, time_range
@@ -257,13 +257,8 @@ class _Codes(dict[str, int]):
             del self[name]
 
     def in_order(self) -> tuple[list[str], np.ndarray]:
-        """Returns the names, sorted by `data.csv_lines.in_order`, and each code's index among the sorted names.
-
-        If all names are whole numbers, 7.0 becomes 7, since programs write 7.0 in columns with missing values.
-        """
-        names, whole = list(self), list(map(without_point, self))
-        if all(name.isascii() and name.isdigit() for name in whole):
-            names = whole
+        """Returns the names, sorted by `data.csv_lines.in_order`, and each code's index among the sorted names."""
+        names = without_points(list(self))
         ordered = in_order(set(names))
         place = {name: i for i, name in enumerate(ordered)}
         return ordered, np.fromiter(map(place.__getitem__, names), np.int64, len(names))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data.csv_lines import plain_name
+from data.csv_lines import plain_name, without_point
 from data.files import shown
 from data.interactions.columns import NAMES
 from data.knowledge_graph.catalogue import Catalogue
@@ -34,7 +34,7 @@ def read_users(path: Path, catalogue: Catalogue, reading: Reading = STRICT) -> t
     for number, line in enumerate(io.StringIO(decoded(content, label, unknown), None), start=1):
         line = line.strip()
         unquoted = line[1:-1].replace('""', '"').strip() if line[:1] == line[-1:] == '"' else line
-        user = next((number_of[name] for name in (line, unquoted) if name in number_of), None)
+        user = next((number_of[name] for name in (line, unquoted, without_point(unquoted)) if name in number_of), None)
         if user is not None:
             users.append(user)
         if user is not None or not unquoted or (number == 1 and plain_name(unquoted) in NAMES["user"]):

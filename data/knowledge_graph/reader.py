@@ -27,7 +27,7 @@ from data.table_files import STRICT, Reading
 from trainer.common.errors import UserError
 from trainer.loading.cache import Arrays, cached_arrays, key_of
 
-_FORMAT_VERSION = 4
+_FORMAT_VERSION = 5
 _KGAT_FILES = ("train.txt", "test.txt")
 _RATINGS_FILES = ("ratings_final.npy", "ratings_final.txt", "ratings_final")
 _GRAPH_FILES = ("kg_final.npy", "kg_final.txt", "kg_final")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from data.csv_lines import plain_name
+from data.csv_lines import plain_name, without_points
 from data.files import DataFile, shown
 from data.interactions.columns import FIND_OUT, NAMES, NO_TIMES, ColumnChoice
 from data.interactions.table import read_table
@@ -125,7 +125,10 @@ def _read_graph(
 
 
 def _columns(file: DataFile, names: Sequence[str], reading: Reading, notes: list[str]) -> list[tuple[str, ...]]:
-    """Returns, for each line, the cells in the named columns. names: normalised by `plain_name`. notes: remarks."""
+    """Returns, for each line, the cells in the named columns, as in interactions: 7.0 is 7 in a column of numbers.
+
+    names: normalised by `plain_name`. notes: remarks.
+    """
     left_out = LeftOut(reading)
     with opened_table(file, left_out) as table:
         plain = list(map(plain_name, table.header))
@@ -138,4 +141,4 @@ def _columns(file: DataFile, names: Sequence[str], reading: Reading, notes: list
                 line = f"{file.where}, line {number}: {','.join(fields)[:80]!r}: lacks one of {', '.join(names)}"
                 left_out.add(line, f"{line}; fix the line, or skip such lines with --on-bad drop")
     notes += left_out.remarks()
-    return rows
+    return list(zip(*map(without_points, zip(*rows, strict=True)), strict=True))

@@ -68,6 +68,26 @@ def test_interactions_and_a_graph(form, in_zip, load):
     assert any("Interactions: 20, from these columns" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("floats", ["interactions", "graph", "link", "users"])
+def test_whole_numbers_with_decimals_are_the_same_ids_in_every_file(floats, load, tmp_path):
+    """As pandas writes columns that once lacked a value."""
+
+    def table(name, header, rows):
+        end = ".0" if name == floats else ""
+        return header + "\n" + "".join(",".join(f"{number}{end}" for number in row) + "\n" for row in rows)
+
+    pairs = [(user, item) for user in range(3) for item in range(8)]
+    found = load({
+        "interactions.csv": table("interactions", "user,item", pairs),
+        "graph.csv": table("graph", "head,relation,tail", [(103, 1, 109), (100, 1, 103), (109, 1, 102)]),
+        "link.csv": table("link", "item,entity", [(item, 100 + item) for item in range(4)]),
+    })  # fmt: skip
+    triples = {(found.entity_name(head), found.entity_name(tail)) for head, _, tail in found.triples}
+    assert triples == {("3", "109"), ("0", "3"), ("109", "2")}
+    (tmp_path / "users.csv").write_text(table("users", "user", [(2,), (0,)]))
+    assert read_users(tmp_path / "users.csv", found)[0].tolist() == [2, 0]
+
+
 def test_interactions_alone_with_and_without_times(load):
     found = load({"ratings.csv": USERS})
     assert not found.has_graph and len(found.test) == 4
