@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from data.interactions.columns import ColumnChoice
 from data.knowledge_graph.catalogue import Catalogue
 from data.knowledge_graph.edges import Edges, collaborative_graph, named_relation
 from data.knowledge_graph.new_users import Recommendations, read_users
@@ -32,7 +33,7 @@ from tasks.kgat_objective import KgatObjective, RankingObjective, SimpleObjectiv
 from tasks.pictures import draw_bars
 from tasks.recommender import RecommenderTask
 from trainer.common.errors import UserError
-from trainer.config import FlagGroup, flag
+from trainer.config import FlagGroup, flag, flags_without, refuse
 from trainer.loading.batch_orders import ConsecutiveBatches
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.cache import digest_of
@@ -62,6 +63,11 @@ class KgatFlags(FlagGroup):
         None, "interactions and a graph, in a folder or zip; either KGAT's train.txt, test.txt, kg_final.txt and "
         "optional valid.txt; or KGCN's ratings_final and kg_final; or a table of user, item, time and a table of "
         "head, relation, tail (default: a generated catalogue; no download)", common=True, local=True,
+    )  # fmt: skip
+    time_column: str | None = flag(
+        None, "tables: name or number (from 1) of the column with times, as numbers or dates, by which the latest "
+        "fifth of each user's items becomes the test; 'none': a random fifth (default: detected by common column "
+        "names)", metavar="COLUMN",
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME", needs={"data_dir": None})
     on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD)
@@ -223,8 +229,10 @@ class KgatTask(RecommenderTask):
             "selects_on_test": config.select_on_test,
         }
         if config.data_dir is None:
+            refuse(flags_without(config, "--data-dir", ("time_column",)))
             return load_synthetic_catalogue(self.cache_dir, **split)
-        catalogue = load_catalogue(config.data_dir, self.cache_dir, **split, reading=config.reading)
+        columns = ColumnChoice(time=config.time_column)
+        catalogue = load_catalogue(config.data_dir, self.cache_dir, **split, columns=columns, reading=config.reading)
         if config.model in _WITH_GRAPH and not catalogue.has_graph:
             raise UserError(
                 f"--data-dir {config.data_dir}: has no graph, which --model {config.model} needs; add kg_final.txt or "

@@ -17,11 +17,12 @@ from pathlib import Path
 import numpy as np
 
 from data.files import DataFile, not_read, shown
+from data.interactions.columns import FIND_OUT, ColumnChoice
 from data.interactions.item_sets import sorted_distinct
 from data.knowledge_graph.catalogue import NO_TRIPLES, Catalogue, ItemLists
 from data.knowledge_graph.files import DataFiles, find_files
 from data.knowledge_graph.numbers import Numbers
-from data.knowledge_graph.splits import TEST_STREAM, hold_out, with_validation
+from data.knowledge_graph.splits import hold_out_test, with_validation
 from data.knowledge_graph.tables import read_tables, tables_of
 from data.table_files import STRICT, Reading
 from trainer.common.errors import UserError
@@ -32,27 +33,26 @@ _KGAT_FILES = ("train.txt", "test.txt")
 _RATINGS_FILES = ("ratings_final.npy", "ratings_final.txt", "ratings_final")
 _GRAPH_FILES = ("kg_final.npy", "kg_final.txt", "kg_final")
 _LISTS = ("user_list.txt", "item_list.txt", "entity_list.txt", "relation_list.txt", "item_index2entity_id.txt")
-_TEST_SHARE = 0.2
-"""Share of each user's ratings for the test, as in the published code of KGCN."""
 _IDS_FOR_ONE = 10
 """An id above 1000 + this factor times the number of distinct ids is an error, since embeddings have a row per id."""
 _NUMBERED = "far larger than the other ids, which should be 0, 1, 2, ... with few gaps"
 
 
 def load_catalogue(
-    path: Path, cache_dir: Path, *, val_share: float, seed: int, selects_on_test: bool, reading: Reading = STRICT
-) -> Catalogue:
+    path: Path, cache_dir: Path, *, val_share: float, seed: int, selects_on_test: bool,
+    columns: ColumnChoice = FIND_OUT, reading: Reading = STRICT,
+) -> Catalogue:  # fmt: skip
     """Reads a data set; the parsed arrays are cached.
 
     path: a table of interactions; or a folder, .zip or .tar.gz with the files at its top or in one folder. Files may be
         compressed; archives are not unpacked to disk. The graph is optional. Repeated entries of a file count once.
     val_share: share of each user's training items to hold out for validation, 0 <= val_share < 1, if there is no
         `valid.txt`. Every user keeps at least one training item.
-    seed: determines the validation items and, without a test file, the test items, which are 20 % of each user's
-        items.
+    seed: determines the validation items and, without a test file or times, the test items, which are 20 % of each
+        user's items.
     selects_on_test: use the test set for validation too, as in the published code of KGAT; no training item is held
         out, and `valid.txt` is ignored.
-    reading: encoding and treatment of bad lines, for tables.
+    columns, reading: chosen columns, encoding and treatment of bad lines, for tables.
 
     Raises UserError if the data set is missing, damaged or inconsistent.
     """
@@ -67,7 +67,7 @@ def load_catalogue(
         elif {"item_index2entity_id.txt", "kg.txt"} <= files.by_name.keys():
             raise not_read(files.where, "KGCN's raw data, before its preprocess.py", "kgcn")
         elif (tables := tables_of(list(files.by_name.values()), reading))["interactions"]:
-            published = read_tables(tables, files.where, reading, _TEST_SHARE, seed)
+            published = read_tables(tables, files.where, columns, reading, seed)
         else:
             raise UserError(
                 f"{files.where}: has neither KGAT's train.txt and test.txt, nor KGCN's ratings_final, nor a table "
@@ -79,7 +79,7 @@ def load_catalogue(
     names = (*_KGAT_FILES, "valid.txt", *_RATINGS_FILES, *_GRAPH_FILES, *_LISTS)
     is_published = files.find(*_KGAT_FILES, *_RATINGS_FILES) is not None
     stamps = files.stamps(names if is_published else sorted(files.by_name))
-    key = key_of("knowledge_graph", _FORMAT_VERSION, stamps, settings, reading)
+    key = key_of("knowledge_graph", _FORMAT_VERSION, stamps, settings, columns, reading)
     return Catalogue.of_arrays(cached_arrays(cache_dir, key, build))
 
 
@@ -181,16 +181,12 @@ def _read_kgcn(files: DataFiles, file: DataFile, seed: int) -> Catalogue:
     num_items = int(items.max()) + 1 if num_listed is None else num_listed
     num_users = int(users.max()) + 1
     positives = ItemLists.of_pairs(users[labels == 1], items[labels == 1], num_users)
-    train, test = hold_out(positives, _TEST_SHARE, seed, TEST_STREAM)
-    if not len(test):
-        raise UserError(
-            f"{file.where}: no user has two items with label 1, so no item can be held out for testing; give more data"
-        )
+    train, test, note = hold_out_test(positives, seed, file.where)
     triples, relation_names = _read_graph(files, num_items)
     is_known = _are_known(items, triples, num_items) | (num_listed is not None)
     unknown = np.flatnonzero(~is_known)
     val = ItemLists.empty(num_users)
-    return Catalogue(num_users, num_items, train, val, test, triples, relation_names, unknown)
+    return Catalogue(num_users, num_items, train, val, test, triples, relation_names, unknown, (note,))
 
 
 def _read_graph(files: DataFiles, num_items: int) -> tuple[np.ndarray, tuple[str, ...]]:

@@ -10,6 +10,8 @@ from trainer.loading.counter_random import random_bits, uniform
 
 VAL_STREAM, TEST_STREAM = 0, 2
 """Streams of the random number generator; each split also uses the next stream."""
+_TEST_SHARE = 0.2
+"""Share of each user's items for the test, as in the published code of KGCN."""
 
 
 def hold_out(
@@ -29,6 +31,16 @@ def hold_out(
     is_held_out = np.empty(len(users), bool)
     is_held_out[order] = np.arange(len(users)) - lists.offsets[users] < num_held_out[users]
     return lists.where(~is_held_out), lists.where(is_held_out)
+
+
+def hold_out_test(
+    lists: ItemLists, seed: int, where: str, times: np.ndarray | None = None
+) -> tuple[ItemLists, ItemLists, str]:
+    """Splits lists into training and test items, and describes the split for the user. where: data set in messages."""
+    train, test = hold_out(lists, _TEST_SHARE, seed, TEST_STREAM, times)
+    if not len(test):
+        raise UserError(f"{where}: no user has enough items to hold one out for testing; give more data")
+    return train, test, f"Test: {'a random' if times is None else 'the latest'} fifth of each user's items."
 
 
 def with_validation(published: Catalogue, *, val_share: float, seed: int, selects_on_test: bool) -> Catalogue:

@@ -11,10 +11,10 @@ import numpy as np
 
 from data.csv_lines import plain_name, without_points
 from data.files import DataFile, shown
-from data.interactions.columns import FIND_OUT, NAMES, NO_TIMES, ColumnChoice
+from data.interactions.columns import NAMES, NO_TIMES, ColumnChoice
 from data.interactions.table import read_table
 from data.knowledge_graph.catalogue import NO_TRIPLES, Catalogue, ItemLists
-from data.knowledge_graph.splits import TEST_STREAM, hold_out
+from data.knowledge_graph.splits import hold_out_test
 from data.table_files import TABLES, LeftOut, Reading, opened_table, parts_of
 from trainer.common.errors import UserError
 
@@ -51,12 +51,12 @@ def tables_of(files: Sequence[DataFile], reading: Reading) -> dict[str, list[Dat
 
 
 def read_tables(
-    files: dict[str, list[DataFile]], where: str, reading: Reading, test_share: float, seed: int
+    files: dict[str, list[DataFile]], where: str, columns: ColumnChoice, reading: Reading, seed: int
 ) -> Catalogue:
     """Reads a data set of tables, without splitting off a validation set. where: name of the data set in messages.
 
-    test_share: share of each user's items, the latest if times are known, to hold out if there is no test file. Raises
-    UserError for ambiguous or unusable files.
+    Without a test file, holds out a part of each user's items, the latest if there are times. Raises UserError for
+    ambiguous or unusable files.
     """
     for kind, most in (("interactions", 3), ("graph", 1), ("link", 1)):
         if len(files[kind]) > most or (
@@ -66,23 +66,21 @@ def read_tables(
                 f"{where}: {shown(file.name for file in files[kind])} could each be the {kind}; keep only one of "
                 "these files"
             )
-    with opened_table(files["interactions"][0], LeftOut(reading)) as opened:
-        has_times = not set(NAMES["time"]).isdisjoint(map(plain_name, opened.header))
-    columns = FIND_OUT if has_times else ColumnChoice(time=NO_TIMES)
+    if len(files["interactions"]) > 1 and columns.time is None:
+        columns = ColumnChoice(time=NO_TIMES)  # the files define the split
     table = read_table(files["interactions"], columns, reading)
     num_users, num_items = len(table.user_ids), len(table.item_ids)
     parts = [
         ItemLists.of_pairs(table.users[table.parts == k], table.items[table.parts == k], num_users)
         for k in range(len(files["interactions"]))
     ]
+    notes = list(table.remarks)
     if len(parts) > 1:
         train, val, test = parts[0], parts[1] if len(parts) > 2 else ItemLists.empty(num_users), parts[-1]
     else:
         latest = None if table.times is None else _latest(parts[0], table.users, table.items, table.times)
-        (train, test), val = hold_out(parts[0], test_share, seed, TEST_STREAM, latest), ItemLists.empty(num_users)
-    if not len(test):
-        raise UserError(f"{where}: no user has two items, so no item can be held out for testing; give more data")
-    notes = list(table.remarks)
+        (train, test, note), val = hold_out_test(parts[0], seed, where, latest), ItemLists.empty(num_users)
+        notes.append(note)
     triples, relations, entities = _read_graph(files, table.item_ids, reading, notes)
     names = (tuple(table.user_ids), tuple(table.item_ids), entities)
     return Catalogue(num_users, num_items, train, val, test, triples, relations, notes=tuple(notes), names=names)

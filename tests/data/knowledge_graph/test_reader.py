@@ -268,7 +268,7 @@ def test_mistakes_of_the_kgat_layout_are_named(load, files, message) -> None:
             r"ratings_final.txt, line 2: '0 2': has 2 columns instead of `user item la",
         ),
         ({"ratings_final.txt": "0 1 1\n0 2 5\n"}, r"ratings_final.txt, line 2: '0 2 5': label 5 is neither 0 nor 1"),
-        ({"ratings_final.txt": "0 1 0\n0 2 1\n1 2 1\n"}, r"no user has two items with label 1"),
+        ({"ratings_final.txt": "0 1 0\n0 2 1\n1 2 1\n"}, r"no user has enough items to hold one out"),
         ({"item_index2entity_id.txt": "a b\n" * 4}, r"line 2: '0 1 1': item 4 is not among the 4 ids of item_index"),
         ({"ratings_final.npy": npy(np.array([[0, 1, 1], [0, -1, 1]]))}, r"npy, line 2: '0 -1 1': -1 is not an id"),
         ({"ratings_final.npy": npy(np.ones((2, 3)))}, r"npy: is an array of float64 with shape \(2, 3\); give a two"),

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from data.interactions.columns import ColumnChoice
 from data.knowledge_graph.new_users import read_users
 from data.knowledge_graph.reader import load_catalogue
 from data.table_files import Reading
@@ -91,12 +92,27 @@ def test_whole_numbers_with_decimals_are_the_same_ids_in_every_file(floats, load
 def test_interactions_alone_with_and_without_times(load):
     found = load({"ratings.csv": USERS})
     assert not found.has_graph and len(found.test) == 4
+    assert "Test: the latest fifth of each user's items." in found.notes
     found = load({"ratings.csv": "".join(line.rpartition(",")[0] + "\n" for line in USERS.splitlines())})
     assert len(found.train) + len(found.test) == 20 and 0 < len(found.test) < 10
+    assert "Test: a random fifth of each user's items." in found.notes
+
+
+def test_times_in_a_column_with_another_name_are_named_by_the_user(load):
+    files = {"ratings.csv": USERS.replace("time", "Clicked At", 1)}
+    with pytest.raises(UserError, match=r"recognised as the time; name it with --time-column; use --time-column none"):
+        load(files)
+    latest, named_time, numbered = (
+        load({"ratings.csv": text}, columns=ColumnChoice(time=column))
+        for text, column in ((USERS, None), (files["ratings.csv"], "Clicked At"), (files["ratings.csv"], "3"))
+    )
+    assert named(latest, latest.test) == named(named_time, named_time.test) == named(numbered, numbered.test)
+    found = load(files, columns=ColumnChoice(time="none"))
+    assert "Test: a random fifth of each user's items." in found.notes
 
 
 def test_files_for_training_validation_and_test(load):
-    head, rows = "user,item\n", ["a,1\na,2\nb,1\n", "a,3\n", "b,3\n"]
+    head, rows = "user,item,at\n", ["a,1,7\na,2,8\nb,1,9\n", "a,3,1\n", "b,3,1\n"]  # needs no times
     found = load(dict(zip(("train.csv", "valid.csv", "test.csv"), (head + row for row in rows), strict=True)))
     assert named(found, found.test) == {("b", "3")} and len(found.train) == 3
     with pytest.raises(UserError, match=r"more.csv, test.csv, train.csv, valid.csv could each be the interactions;"):
