@@ -27,6 +27,7 @@ from models.graph.lightgcn import BPRMF, KnowledgeLightGCN, LightGCN
 from models.graph.paths import PathFinder
 from models.graph.recommender import FinalScores, Recommender
 from models.graph.top_k import TopK, hide
+from models.layers.highest import highest
 from models.simple.fitting import TrainingHistories
 from models.simple.recommenders import SIMPLE_MODELS
 from tasks.kgat_objective import KgatObjective, RankingObjective, SimpleObjective
@@ -442,13 +443,13 @@ class KgatTask(RecommenderTask):
         distinct, row, count = batch["user"].unique_consecutive(return_inverse=True, return_counts=True)
         scores = objective.scores(distinct)
         hide(scores, batch["seen"][count.cumsum(0) - 1])
-        best = scores.topk(self.config.top_k)
-        users, items = batch["user"].tolist(), best.indices[row, batch["place"]].tolist()
+        best, ranked = highest(scores, self.config.top_k)
+        users, items = batch["user"].tolist(), ranked[row, batch["place"]].tolist()
         columns: dict[str, Sequence[Any]] = {
             "user": list(map(self.catalogue.user_name, users)),
             "rank": (batch["place"] + 1).tolist(),
             "item": list(map(self.catalogue.entity_name, items)),
-            "score": [f"{score:.6g}" for score in best.values[row, batch["place"]].tolist()],
+            "score": [f"{score:.6g}" for score in best[row, batch["place"]].tolist()],
         }
         if not isinstance(objective.model, KGAT):
             return columns

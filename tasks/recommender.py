@@ -15,7 +15,7 @@ from trainer.loading.cache import cached_arrays, cached_numbers, key_of
 from trainer.loading.order import SampleKeys
 from trainer.task import Baseline, Objective, Task
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 _ROWS_PER_BATCH = 64
 _ROWS_TO_CHOOSE_BY = 2000
 """Maximum number of validation samples on which the settings of a simple model are compared."""

@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from models.layers.highest import highest
 from models.sequential.ranking import (
     binary_cross_entropy,
     full_softmax,
@@ -79,8 +80,7 @@ class SeqrecObjective(Objective):
 
     def recommend(self, batch: Batch, num_items: int) -> tuple[Tensor, Tensor]:
         """Returns the highest scores and their items, (B, num_items) each, without the batch's "seen" items."""
-        best = without_seen(self._scores(batch), batch).topk(num_items)
-        return best.values, best.indices
+        return highest(without_seen(self._scores(batch), batch), num_items)
 
     def _places(self, batch: Batch) -> Sums:
         """Sums metrics of the true item, ranked among all and among random items; counts recommendations per item."""

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.layers.highest import highest
+
 _OFFICIAL_LIST = 100
 
 
@@ -30,7 +32,7 @@ class TopK(NamedTuple):
 
 
 def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) -> TopK:
-    """Ranks each user's unseen items by score; sets the scores of seen items to -inf in place.
+    """Ranks each user's unseen items by score, then by number; sets the scores of seen items to -inf in place.
 
     scores: (B, num_items). positives: (B, P) int64. seen: (B, S) int64. Each row of positives and seen contains
     distinct items, padded with num_items. Users without positives add 0 to all sums. DCG sums 1 / log2(place + 2) over
@@ -39,9 +41,9 @@ def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) ->
     num_items = scores.shape[1]
     hide(scores, seen)
     length = max(_OFFICIAL_LIST, *ks)
-    found = scores.topk(min(length, num_items))
+    values, items = highest(scores, min(length, num_items))
     relevant = scores.new_zeros(len(scores), num_items + 1, dtype=torch.bool).scatter_(1, positives, True)
-    hits = relevant[:, :num_items].gather(1, found.indices) & (found.values > -torch.inf)
+    hits = relevant[:, :num_items].gather(1, items) & (values > -torch.inf)
     hits = F.pad(hits.double(), (0, length - hits.shape[1]))
     num_positives = (positives < num_items).sum(1)
 

@@ -186,6 +186,20 @@ def test_a_run_on_named_users_labels_its_own_sample(run_here, tmp_path):
     assert [row["user"] for row in csv.DictReader(out.splitlines())] == names
 
 
+@pytest.mark.parametrize("task", ["kgat", "seqrec"])
+def test_items_with_equal_scores_are_recommended_in_one_order(task, run_here, tmp_path):
+    rows = [f"{user},{item},{item}" for user in range(40) for item in range(user % 20, user % 20 + 10)]
+    (tmp_path / "ratings.csv").write_text("\n".join(["user,item,time", *rows]))
+    (tmp_path / "users.csv").write_text("user,item,time\n7,7,7\n" if task == "seqrec" else "user\n7\n")
+    here = ["--task", task, "--data-dir", tmp_path / "ratings.csv", "--save-dir", tmp_path / "run"]
+    run_here(*here, "--model", "popularity")
+    predict = [*here, "--predict", tmp_path / "users.csv", "--top-k"]
+    long = run_here(*predict, 15)[0].splitlines()
+    assert len({line.rpartition(",")[2] for line in long}) < len(long) - 1
+    for k in (1, 4, 9, 14):
+        assert run_here(*predict, k)[0].splitlines() == long[: k + 1]
+
+
 def assert_is_path(words, edges):
     nodes = list(zip(words[0::3], words[1::3], strict=True))
     for (kind, one), arrow, (_, other) in zip(nodes, words[2::3], nodes[1:], strict=False):

@@ -48,8 +48,10 @@ def make_users(num_items, num_users=9):
 
 
 @pytest.mark.parametrize("num_items", [12, 100, 400])
-def test_metrics_equal_sorted_lists(num_items):
+@pytest.mark.parametrize("step", [1, 50, 10**6], ids=["all different", "some equal", "all equal"])
+def test_metrics_equal_sorted_lists(num_items, step):
     scores, positives, seen = make_users(num_items)
+    scores = scores // step
     expected = [
         [sum(column) for column in zip(*(slow_metrics(s.tolist(), p, q, k) for s, p, q in rows), strict=True)]
         for k in KS

@@ -1,0 +1,20 @@
+"""Finds the highest scores of each row, among equal scores those of the first columns."""
+
+import torch
+from torch import Tensor
+
+
+def highest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Returns the k highest scores of each row, descending, and their columns, (B, k) each; equal ones by column.
+
+    So the result begins with the result for any smaller k; that of `topk` does not. scores: (B, n), n < 2 ** 24.
+    """
+    values, columns = scores.topk(k)
+    last = values[:, -1:]
+    from_end = torch.arange(scores.shape[1], 0, -1, dtype=torch.float32, device=scores.device)
+    equal_last = from_end.masked_fill(scores != last, 0).topk(k).indices
+    is_above = ~(values <= last)  # also NaN
+    place = torch.arange(k, device=scores.device) - is_above.sum(1, keepdim=True)
+    columns = torch.where(is_above, columns, equal_last.gather(1, place.clamp(min=0))).sort(dim=1).values
+    values, order = scores.gather(1, columns).sort(dim=1, descending=True, stable=True)
+    return values, columns.gather(1, order)
