@@ -12,6 +12,7 @@ DELIMITERS = (",", ";", "\t", "|")
 BLANK = " "
 """Field separator of lines that contain none of DELIMITERS; consecutive blanks count as one separator."""
 _WHOLE = re.compile(r"([+-]?[0-9]+)\.0*")
+_YEAR_FIRST = re.compile(r"(\d{4})([-/])(\d{1,2})\2(\d{1,2})(?:[T ](\d{1,2})(:.*))?", re.ASCII)
 
 Line = tuple[int, list[str]]
 """Line number in the file, from 1, and the line's fields."""
@@ -37,7 +38,13 @@ def plain_name(name: str) -> str:
 
 
 def utc_seconds(date: str) -> float:
-    """Converts an ISO 8601 date, in UTC unless it has a time zone, to Unix time; raises ValueError for other text."""
+    """Converts an ISO 8601 date, or one such as 2024/5/31 9:05, to Unix time; raises ValueError for other text.
+
+    A date without a time zone is in UTC.
+    """
+    if date_parts := _YEAR_FIRST.fullmatch(date):
+        year, _, month, day, hour, rest = date_parts.groups()
+        date = f"{year}-{month:0>2}-{day:0>2}T{hour or '':0>2}{rest or ':00'}"
     moment = datetime.fromisoformat(date)
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 

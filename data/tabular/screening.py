@@ -24,7 +24,8 @@ _NOTHING: Mapping[str, str] = {}
 EMPTY = "no value in any row"
 TOO_LARGE = f"no finite number up to {LARGEST_NUMBER:g} in any row"
 CONSTANT = "the same value in every row"
-DATES = "ambiguous order of day and month (write 2024-05-31), or all dates equal"
+EQUAL = "all dates are equal"
+AMBIGUOUS = "ambiguous order of day and month; write 2024-05-31"
 ID = "identifies rows: nearly every row has a different value"
 HEADING = ("column", "kind", "missing", "values", "note")
 
@@ -88,11 +89,18 @@ def screened(table: Table, labels: Labels, rows: np.ndarray) -> tuple[Table, lis
         whole = raw.typed()
         column = whole.take(rows)
         if whole.is_date():
-            parts = [part for whole_part in raw.date_parts() if len((part := whole_part.take(rows)).distinct) > 1]
+            dates = raw.date_parts()
+            parts = [part for date in dates if len((part := date.take(rows)).distinct) > 1]
             kept += parts
-            note = f"used as features: {', '.join(part.name for part in parts)}"
-            cells = (raw.name, "date", int(raw.is_missing.sum()), _values(raw), note)
-            (plain.append(ColumnReport(*cells)) if parts else left_out.append(_left_out(raw, DATES)))
+            is_missing = dates[0].is_missing if dates else raw.is_missing
+            used, lost = ", ".join(part.name for part in parts), raw.take(is_missing & ~raw.is_missing)
+            notes = [f"used as features: {used}"] if parts else []
+            if num_lost := len(lost.values):
+                count = f"{num_lost:,} of {len(raw.values):,} dates, such as {lost.distinct_texts[0]!r}"
+                notes.insert(0, f"{count}, cannot be read; write 2024-05-31")
+            kind, note = "date" if parts else "left out", "; ".join(notes) or (EQUAL if dates else AMBIGUOUS)
+            report = ColumnReport(raw.name, kind, int(is_missing.sum()), _values(raw), note)
+            (left_out if not parts else noted if num_lost else plain).append(report)
             continue
         if reason := _why_useless(raw, whole, column):
             left_out.append(_left_out(raw, reason))

@@ -24,7 +24,6 @@ from trainer.common.errors import UserError
 
 LARGEST_NUMBER = 1e100
 """Largest accepted absolute value; larger numbers count as missing, because sums of their squares may overflow."""
-_LONGEST_DATE = 64
 _DATE = re.compile(
     r"(\d{4}-\d{1,2}-\d{1,2}|\d{4}/\d{1,2}/\d{1,2}|\d{1,2}[./-]\d{1,2}[./-](\d{4}|\d{2}))"
     r"([ T]\d{1,2}:\d{2}(:\d{2}([.,]\d+)?)?( ?[AaPp][Mm])?(Z| ?[+-]\d{2}:?\d{2})?)?"
@@ -147,24 +146,38 @@ class Column:
         """Returns whether nearly all values are dates such as 2024-05-31, 31.5.2024 or 2024-05-31T12:30:00Z."""
         if self.texts is None:
             return False
-        are_dates = [len(text) <= _LONGEST_DATE and _DATE.fullmatch(text) is not None for text in self.distinct_texts]
+        are_dates = [_DATE.fullmatch(text) is not None for text in self.distinct_texts]
         return any(are_dates) and bool(self.counts[are_dates].sum() >= NEARLY_ALL * self.counts.sum())
 
     def date_parts(self) -> list["Column"]:
         """Converts dates to numeric features; returns an empty list if the order of day and month is ambiguous."""
-        readings = np.array([moment_of(text) for text in self.distinct_texts]).reshape(-1, 2)
-        order, (day_first, month_first) = "", np.isfinite(readings).sum(axis=0)
-        if not np.array_equal(readings[:, 0], readings[:, 1], equal_nan=True):
-            order = "" if day_first == month_first else f", {'day' if day_first > month_first else 'month'} first"
-            if not order:
-                return []
-        return [self.date_part(f"{part}{order}") for part in _PARTS_OF_DATE]
+        order = self.date_order
+        parts = [] if order is None else _PARTS_OF_DATE
+        return [self.date_part(f"{part}, {order}" if order else part) for part in parts]
+
+    @cached_property
+    def dates(self) -> dict[str, np.ndarray]:
+        """Maps "day first", "month first" and "" to the distinct strings as seconds since 1970, (k,) float64.
+
+        Strings that are not dates in that order become NaN; for "", so do dates that need an order.
+        """
+        read = [moment_of(text) if _DATE.fullmatch(text) else (np.nan, np.nan) for text in self.distinct_texts]
+        day_first, month_first = np.array(read, np.float64).reshape(-1, 2).T
+        either = np.where(day_first == month_first, day_first, np.nan)
+        return {"": either, "day first": day_first, "month first": month_first}
+
+    @property
+    def date_order(self) -> str | None:
+        """Returns the key of `dates` with the most valid dates, "" if possible; None if day and month are ambiguous."""
+        num_valid = {order: int(np.isfinite(seconds).sum()) for order, seconds in self.dates.items()}
+        order = max(num_valid, key=num_valid.__getitem__)
+        return None if order and num_valid["day first"] == num_valid["month first"] else order
 
     def date_part(self, part: str) -> "Column":
         """Computes a feature of dates. part: a key of `_PARTS_OF_DATE`, optionally with an order: "days, day first"."""
         kind, _, order = part.partition(", ")
-        numbers = {text: moment_of(text)[order == "month first"] for text in self.distinct_texts}
-        return Column(f"{self.name} ({part})", self.looked_up(lambda text: _PARTS_OF_DATE[kind](numbers[text])))
+        values = np.array([*map(_PARTS_OF_DATE[kind], self.dates[order]), np.nan])
+        return Column(f"{self.name} ({part})", values[self.places])
 
 
 @dataclass(frozen=True)

@@ -17,4 +17,7 @@ def test_of_many_rows_it_says_how_many_more_there_are_unless_it_is_one():
 
 
 def test_a_cell_is_one_line_without_commands_to_a_terminal_and_cut_where_it_is_long():
-    assert overview(("name\x1b[31m\n",), [("y" * 100,)]) == ["  name\\x1b[31m\\n", "  " + "y" * 67 + "..."]
+    assert overview(("name\x1b[31m\n", "note"), [("y" * 100, "z" * 300)]) == [
+        "  name\\x1b[31m\\n" + " " * 58 + "note",
+        "  " + "y" * 67 + "...  " + "z" * 197 + "...",
+    ]

@@ -119,6 +119,12 @@ def test_dates_with_day_and_month_in_either_order(texts, gaps, form, load, tmp_p
     assert any(f"from dates whose {form} comes first" in remark for remark in found.remarks)
 
 
+def test_dates_with_the_year_first_and_without_leading_zeros(load, tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("user,item,time\na,1,2024-2-9\na,2,2024/2/10 9:05\na,3,2024-02-11T00:00\n")
+    assert np.diff(load(path).times).tolist() == [86400 + 9 * 3600 + 300, 86400 - 9 * 3600 - 300]
+
+
 def test_dates_that_do_not_tell_the_day_are_refused(load, tmp_path):
     for texts in (["01/02/2024", "03/05/2024"], ["13/02/2024", "02/13/2024"]):
         (tmp_path / "t.csv").write_text("user,item,time\n" + "".join(f"a,{k},{text}\n" for k, text in enumerate(texts)))

@@ -57,10 +57,34 @@ def test_parts_that_do_not_vary_are_left_out(table):
     assert found.features.names == ("when (days)", "when (weekday)")
 
 
-@pytest.mark.parametrize("texts", [["01/02/2024", "03/05/2024"], ["1/2/24", "13/2/24"]])
-def test_dates_with_an_unclear_day_are_left_out(texts, table):
-    with pytest.raises(UserError, match=r"has no column to learn .*when: ambiguous order of day"):
+@pytest.mark.parametrize(
+    ("texts", "why"),
+    [
+        (["01/02/2024", "03/05/2024"], "ambiguous order of day and month; write 2024-05-31"),
+        (["1/2/24", "13/2/24"], "20 of 20 dates, such as '1/2/24', cannot be read; write 2024-05-31"),
+        (["2024/5/31", "2024/5/31"], "all dates are equal"),
+    ],
+)
+def test_the_reason_for_which_dates_are_left_out(texts, why, table):
+    with pytest.raises(UserError, match=rf"has no column to learn from \(when: {why}\); add columns"):
         labelled_table(table(texts * 10), "y")
+
+
+@pytest.mark.parametrize("form", ["{y}-{m}-{d}", "{y}/{m}/{d}", "{y}/{m:02}/{d:02} 00:00", "{y}-{m}-{d} 0:00"])
+def test_dates_with_the_year_first(form, table):
+    days = [(2023, 12, 1), (2024, 2, 29), (2024, 10, 5)] * 10
+    expected = labelled_table(table([f"{y}-{m:02}-{d:02}" for y, m, d in days]), "y")
+    found = labelled_table(table([form.format(y=y, m=m, d=d) for y, m, d in days]), "y")
+    for column, of_iso in zip(found.features.columns, expected.features.columns, strict=True):
+        assert column.name == of_iso.name and np.array_equal(column.values, of_iso.values)
+
+
+def test_cells_among_dates_that_are_no_dates_are_counted(table):
+    found = labelled_table(table([*(f"2024-05-{day:02}" for day in range(1, 31)), "20240531"]), "y")
+    [report] = [report for report in found.reports if report.name == "when"]
+    assert (
+        report.num_missing == 1 and "1 of 31 dates, such as '20240531', cannot be read; write 2024-05-31" in report.note
+    )
 
 
 def test_lines_that_are_no_rows_are_refused_or_left_out_and_counted(tmp_path):
