@@ -14,6 +14,9 @@ from trainer.common.errors import UserError
 _LARGEST_CODE = 1e9
 """Largest absolute encoded number, in standard deviations; float32 can represent its square."""
 
+_DATES = {"day first)": "31/05/2024", "month first)": "05/31/2024"}
+"""Maps the ends of names of date features to dates in the order of the training rows."""
+
 
 @dataclass(frozen=True)
 class ColumnCode:
@@ -58,8 +61,11 @@ class ColumnCode:
         places = {key(text): float(i) for i, text in enumerate(self.categories)}
         return column.looked_up(lambda text: places.get(key(text), np.nan))
 
-    def remarks(self, column: Column) -> list[str]:
-        """Returns sentences about a new column's values that count as missing or are read differently from training."""
+    def remarks(self, column: Column, source: Column) -> list[str]:
+        """Returns sentences about a new column's values that count as missing or are read differently from training.
+
+        source: the column itself, or the column of dates from which it is derived.
+        """
         encoded, found = self.encode(column), []
         spelling = column.spelling_like(self.spelling)
         if self.categories is None and spelling != self.spelling:
@@ -71,16 +77,18 @@ class ColumnCode:
                         "number format."
                     )
                     break
-        lost = np.isnan(encoded) & ~column.is_missing
+        lost = np.isnan(encoded) & ~source.is_missing
         if lost.any():
-            example, what = column.take(lost).distinct_texts[0], "no training row has them"
-            if self.categories is None:
+            example, what = source.take(lost).distinct_texts[0], "no training row has them"
+            if source is not column:
+                what = f"they are not dates such as {_DATES.get(self.name.rpartition(', ')[2], '2024-05-31')}"
+            elif self.categories is None:
                 is_number = not np.isnan(spelling.number(example))
                 what = f"they exceed {LARGEST_NUMBER:g}" if is_number else "they are not numbers"
             unit = " ".join(filter(None, [self.spelling.head, self.spelling.tail]))
             what += f" with the unit {unit}" if unit else ""
             count = f"{lost.sum():,} of {len(lost):,} values, such as {example!r}, count as missing"
-            found.append(f"{self.name}: {count}, because {what}.")
+            found.append(f"{source.name}: {count}, because {what}.")
         return found
 
 
@@ -125,8 +133,8 @@ class Encoding:
         found = [*table.notes, *([f"Ignored columns, which training did not use: {shown(others)}."] if others else [])]
         for code in self.columns:
             if (column := table.column(code.name)) is not None:
-                found += code.remarks(column)
-        return found
+                found += code.remarks(column, table.source(code.name) or column)
+        return list(dict.fromkeys(found))  # the features of a date have equal remarks
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Encoding":

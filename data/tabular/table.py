@@ -205,13 +205,30 @@ class Table:
         return len(self.columns[0].values)
 
     def column(self, name: str) -> Column | None:
-        """Returns the column or date feature with this name; None if neither exists."""
+        """Returns the column or date feature with this name; None if neither exists.
+
+        Raises UserError if the feature's order of day and month clearly differs from that of the table's dates.
+        """
+        source = self.source(name)
+        if source is None or source.name == name:
+            return source
+        part = name.removeprefix(f"{source.name} (").removesuffix(")")
+        order, found = part.partition(", ")[2], source.date_order
+        if order and found and order != found:
+            is_odd = np.isfinite(source.dates[found]) & np.isnan(source.dates[order])
+            raise UserError(
+                f"{self.where}: {source.name}: {source.distinct_texts[is_odd.argmax()]!r} has the {found}, but the "
+                f"training rows have the {order}; write dates as 2024-05-31"
+            )
+        return source.date_part(part)
+
+    def source(self, name: str) -> Column | None:
+        """Returns the column with this name, or the column from which the date feature with this name is derived."""
         base, _, part = name.rpartition(" (")
+        is_part = part.partition(",")[0].strip(")") in _PARTS_OF_DATE
         for column in self.columns:
-            if column.name == name:
+            if column.name == name or (column.name == base and column.texts is not None and is_part):
                 return column
-            if column.name == base and column.texts is not None and part.partition(",")[0].strip(")") in _PARTS_OF_DATE:
-                return column.date_part(part.removesuffix(")"))
         return None
 
     def without(self, names: Iterable[str]) -> "Table":

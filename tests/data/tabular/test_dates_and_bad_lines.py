@@ -87,6 +87,35 @@ def test_cells_among_dates_that_are_no_dates_are_counted(table):
     )
 
 
+@pytest.mark.parametrize(
+    ("trained", "new", "lost"),
+    [
+        ("{d:02}/{m:02}/{y}", ["01/02/2024", "31.05.22", "", "28/03/2024"], "1 of 4 values, such as '31.05.22'"),
+        ("{m:02}/{d:02}/{y}", ["44000", "hello", "12:30", "2024-05-31"], "3 of 4 values, such as '12:30'"),
+        ("{y}-{m:02}-{d:02}", ["31/05/2024", "05/05/2024"], "1 of 2 values, such as '31/05/2024'"),
+        ("{d:02}/{m:02}/{y}", ["01/02/2024", "2024-05-31"], ""),
+    ],
+)
+def test_new_dates_that_cannot_be_read_are_reported_once(trained, new, lost, table):
+    dates = [trained.format(y=2024, m=1 + k % 12, d=k + 1) for k in range(28)]
+    found = labelled_table(table(dates), "y")
+    remarks = Encoding.fit(found.features, found.labels).remarks(table(new, "new.csv"))
+    how = {"{d": "31/05/2024", "{m": "05/31/2024", "{y": "2024-05-31"}[trained[:2]]
+    assert remarks == [f"when: {lost}, count as missing, because they are not dates such as {how}."] * bool(lost)
+
+
+def test_new_dates_in_the_other_order_are_refused(table):
+    found = labelled_table(table([f"{day:02}/01/2024" for day in range(1, 29)]), "y")
+    encoding = Encoding.fit(found.features, found.labels)
+    new = table(["02/03/2024", "03/28/2024"], "new.csv")
+    for use in (encoding.encode, encoding.remarks):
+        with pytest.raises(
+            UserError,
+            match=r"new.csv: when: '03/28/2024' has the month first, but the training rows have the day first;",
+        ):
+            use(new)
+
+
 def test_lines_that_are_no_rows_are_refused_or_left_out_and_counted(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("x,y\n1,a\n2,b,c\n3\n4,b\n" + "1,a\n4,b\n" * 9)
