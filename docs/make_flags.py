@@ -18,9 +18,10 @@ INTRODUCTION = """# Every flag
 those that most runs need.
 
 `--batch-size=4`, `--batch-size 4` and `--batch_size 4` are equal; names are not abbreviated. `--drop-last=false` takes
-back a switch that a [file](../QUICK_REFERENCE.md#config-files) or a task has set. All mistakes of a command line are
-shown together. *off* is a switch that is not set; words in parentheses say what happens without the flag. A task may
-have defaults of its own for the trainer's flags.
+back a switch that a [file](../QUICK_REFERENCE.md#config-files) or a task has set. Spaces or commas separate the values
+of a list; write a comma in a name as `'\\,'`. All mistakes of a command line are shown together. *off* is a switch that
+is not set; words in parentheses say what happens without the flag. A task may have defaults of its own for the
+trainer's flags.
 """
 
 

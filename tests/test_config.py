@@ -1,3 +1,4 @@
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -6,7 +7,16 @@ import pytest
 
 from tasks import TASKS
 from trainer.commands.parse import parse
-from trainer.config import FlagGroup, arguments_of, build_parser, checked_defaults, flag, flag_values, parse_flags
+from trainer.config import (
+    FlagGroup,
+    arguments_of,
+    build_parser,
+    checked_defaults,
+    flag,
+    flag_values,
+    options,
+    parse_flags,
+)
 from trainer.flags import TRAINER_GROUPS
 
 
@@ -113,6 +123,21 @@ def test_files_add_up_and_may_have_commas_in_their_names():
 
     (group,), problems = parse_flags([Files], "--files lr=1,wd=0.toml b --files c".split())
     assert (group.files, problems) == ((Path("lr=1,wd=0.toml"), Path("b"), Path("c")), [])
+
+
+@pytest.mark.parametrize("names", [("colour, main", "b"), ("a,", ",b"), (",",), ("a\\b", "c"), ("a b", "c")])
+def test_names_in_a_list_may_have_commas(names):
+    @dataclass
+    class Names(FlagGroup):
+        """Names"""
+
+        names: tuple[str, ...] | None = flag(None, "names")
+
+    argv, problems = arguments_of([Names], {"names": names})
+    typed = shlex.split(options(Names)["names"].as_typed(names))
+    for words in (argv, typed):
+        (group,), found = parse_flags([Names], words)
+        assert (group.names, problems + found) == (names, [])
 
 
 @pytest.mark.parametrize(

@@ -226,22 +226,28 @@ class Option:
         """Formats a value that differs from the default as it is typed in a shell."""
         if self.is_switch:
             return self.name
-        return f"{self.name} {shlex.join(map(str, value if isinstance(value, tuple) else (value,)))}"
+        return f"{self.name} {shlex.join(self._words(value))}"
 
     def argument(self, value: Any) -> list[str]:
         if self.is_switch:
             if not isinstance(value, bool):
                 raise ValueError(f"{self.name} {value!r}: must be True or False")
             return [self.name if value != self.default else f"{self.name}=false"]
-        values = value if self.is_list and isinstance(value, tuple | list | range) else [value]
-        return [f"{self.name}={text}" for text in (values if self.adds_up else [",".join(map(str, values))])]
+        values = self._words(value)
+        return [f"{self.name}={text}" for text in (values if self.adds_up else [",".join(values)])]
+
+    def _words(self, value: Any) -> list[str]:
+        """Writes a value as the words that `parse` reads."""
+        if not (self.is_list and isinstance(value, tuple | list | range)):
+            return [str(value)]
+        return [str(part).replace(",", r"\,") if self.type is str else str(part) for part in value]
 
     def parse(self, given: Any) -> Any:
         """Parses the words that follow the flag on the command line. Raises ValueError that names the flag."""
-        # values are separated by commas, spaces or both; files only by spaces, since file names may contain commas
+        # values are separated by commas (but not by "\,"), spaces or both; files by spaces, as names may have commas
         texts = [given]
         if self.is_list:
-            texts = given if self.type is Path else re.split(",?\n|,", "\n".join(given))
+            texts = given if self.type is Path else re.split(r"(?:(?<!\\),)?\n|(?<!\\),", "\n".join(given))
         if not any(texts):
             raise ValueError(f"{self.name}: needs {'at least one' if self.is_list else 'a'} value")
         if not all(texts):
@@ -249,7 +255,7 @@ class Option:
         values = []
         for text in texts:
             try:
-                values.append(self._parse_one(text))
+                values.append(self._parse_one(text.replace(r"\,", ",") if self.is_list and self.type is str else text))
             except ValueError as error:
                 raise ValueError(f"{self.name} {shortened(text)}: {error}") from None
         return tuple(values) if self.is_list else values[0]

@@ -322,7 +322,7 @@ def _columns(file: DataFile, wanted: OwnFormat) -> _Columns:
         subject, label = _subject_and_label(table, wanted, file)
         first = list(islice(table.lines, ROWS_AT_ONCE))
     if unknown := [name for name in wanted.channels or () if name not in header]:
-        known = ", ".join(header)
+        known = ", ".join(header) + r" (write a comma in a name as '\,')" * any("," in name for name in header)
         raise UserError(f"--channels {' '.join(unknown)}: {file.where} has no such columns; the columns are {known}")
     roles = roles_of(header, wanted.channels or (), subject, label)
     clocks, trials = [header[i] for i in roles.clocks], [header[i] for i in roles.trials]

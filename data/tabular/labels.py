@@ -100,6 +100,8 @@ def named_column(table: Table, name: str, flag: str) -> Column:
         by_lower = {known.lower(): known for known in table.names}
         near = [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3)]
         known = f"did you mean {' or '.join(map(repr, near))}?" if near else f"the columns are {shown(table.names)}"
+        if flag == "--drop" and any("," in other for other in table.names):
+            known += r" (write a comma in a name as '\,')"
         if len(table.names) == 1:
             known = (
                 f"the table has only the column {table.names[0]!r}; separate columns with commas, semicolons or tabs"

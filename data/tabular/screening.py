@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -152,9 +153,10 @@ def _tells_class(column: Column, labels: Labels) -> bool:
 
 
 def _leak_warning(name: str, label: str) -> str:
+    quoted = shlex.quote(name.replace(",", r"\,"))
     return (
         f"WARNING: the values of {name} match the classes of {label} one to one. If {name} is a copy of {label}, or "
-        f"is not known when you predict, add --drop {name!r}."
+        f"is not known when you predict, add --drop {quoted}."
     )
 
 
