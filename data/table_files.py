@@ -205,12 +205,14 @@ def _opened_text(content: IO[bytes], where: str, encoding: str) -> Iterator[IO[s
         ) from None
     try:
         yield text
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:  # some encodings raise no UnicodeDecodeError, such as utf-16 without byte order mark
         raise UserError(f"{where}: {_why_no_text(error, encoding)}") from None
 
 
-def _why_no_text(error: UnicodeDecodeError, encoding: str) -> str:
+def _why_no_text(error: UnicodeError, encoding: str) -> str:
     is_given = encoding != _UTF_8
+    if not isinstance(error, UnicodeDecodeError):
+        return f"is not text in {encoding}: {error}; leave out --encoding, or give another encoding"
     byte = error.object[error.start]
     reason = f"is not text in {encoding if is_given else 'UTF-8'}: the byte 0x{byte:02x} is invalid"
     if is_given or b"\0" in error.object:

@@ -108,6 +108,13 @@ def test_encodings_that_are_given(encoding, tmp_path):
         read_table(path, reading=Reading("nonsense"))
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32", "punycode", "undefined"])
+def test_a_file_that_is_not_in_the_given_encoding_is_refused(encoding, tmp_path):
+    (tmp_path / "t.csv").write_text("n,y\n" + "1,a\n" * 20)  # an even number of bytes, without byte order mark
+    with pytest.raises(UserError, match=f"t.csv: is not text in {encoding}: .*; leave out --encoding, or give another"):
+        read_table(tmp_path / "t.csv", reading=Reading(encoding))
+
+
 WESTERN = [
     "Zürich", "Genève", "São Paulo; Ações", "Ærøskøbing", "Málaga; ¿Qué?", "cœur; l\u2019été; 5 €", "Ça; \u201cà\u201d",
     "acc (m/s²)", "25 °C", "µg", "£5", "Müller 5½ ± 1", "Köln\n" * 90_000,
