@@ -332,8 +332,8 @@ class TabularTask(Task):
         if num_lost := int((values < 0).sum()):
             what = f", such as {other[0]!r}" if other else ""
             notes.append(
-                f"{num_lost:,} of {len(values):,} rows have no class, or a class that does not occur in "
-                f"--data-dir{what}."
+                f"{num_lost:,} of {len(values):,} rows are left out, because they have no class, or a class that does "
+                f"not occur in --data-dir{what}."
             )
             if num_lost == len(values):
                 raise UserError(f"{table.where}: {notes[-1]} Give rows with classes that occur in --data-dir")
