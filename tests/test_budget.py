@@ -6,19 +6,19 @@ Whoever needs more room makes some first, or says in the commit why a budget ris
 from tests.helpers import budget
 
 LINES_AND_FILES = {
-    "checkpoint": (1994, 7),
+    "checkpoint": (1996, 7),
     "commands": (3274, 15),
     "common": (951, 8),
     "failure": (668, 4),
     "loading": (1733, 11),
     "logs": (775, 6),
-    "loop": (6555, 30),
+    "loop": (6553, 30),
     "parallel": (2989, 14),
     "trainer": (2709, 8),
 }
 """Of each room of trainer/ but profiling; "trainer" is the files in none."""
 BENCHMARKS = 5094
-TESTS = 53530
+TESTS = 53536
 FUNCTIONS_WITH_RUN = {"commands": 4, "loop": 10}
 FILES_OF_STEP, FUNCTIONS_OF_STEP = 19, 58
 """What one step of har enters on one process."""

@@ -1,5 +1,6 @@
 """A model, data and a loss in one call: it learns what a bare loop learns, and takes no mean for a sum."""
 
+import json
 import subprocess
 import sys
 from functools import partial
@@ -20,7 +21,7 @@ from torch.utils.data import (
 )
 
 import trainer
-from tests.conftest import ROOT, assert_same_bits, load
+from tests.conftest import ROOT, assert_same_bits, cut_back, load
 from trainer import UserError
 from trainer.commands import build
 from trainer.loading.order import EpochOrder
@@ -123,12 +124,15 @@ def test_scores_are_those_of_the_best_epoch_and_nothing_is_scored_twice(tmp_path
     assert fit(tmp_path, loss=counted, val=VAL, batch_size=8, max_steps=None, epochs=3)[0] == metrics
 
 
-def test_a_run_killed_before_its_scores_computes_them(tmp_path):
-    settings = {"val": VAL, "max_steps": None, "epochs": 2}
+@pytest.mark.parametrize("val", [None, TensorDataset(X[40:], 1 - Y[40:])], ids=["no validation", "epoch 1 is best"])
+def test_a_run_has_the_same_scores_from_whichever_checkpoint_it_goes_on(val, tmp_path):
+    settings = {"val": val, "max_steps": None, "epochs": 3, "save_every_steps": 1, "keep_checkpoints": 0}
     metrics, run = fit(tmp_path, **settings)
-    (run.path / "results.json").unlink()
-    again, _ = fit(tmp_path, **settings)
-    assert again["val/loss"] == pytest.approx(metrics["val/loss"], rel=1e-12)
+    assert "train/loss" in metrics and run.results["weights"]["epoch"] == (3 if val is None else 1)
+    entries = json.loads((run.path / "manifest.json").read_text())["checkpoints"]
+    for i in range(1, len(entries) + 1):
+        cut_back(run.path, entries[:i], tmp_path / str(i))
+        assert fit(tmp_path, save_dir=tmp_path / str(i), **settings)[0] == metrics
 
 
 def test_with_a_test_set_it_is_scored(tmp_path):

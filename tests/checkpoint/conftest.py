@@ -88,6 +88,7 @@ def state_at(epoch, samples=0):
         "skipped_in_a_row": (0, 0),
         "rate_drops": 0,
         "task_state": {},
+        "scores": {},
         "train_seconds": 1.0,
         "task": "har",
         "lr_factor": 1.0,

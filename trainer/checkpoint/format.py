@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainer.loading.order import Position
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 """Format version of checkpoints that this trainer writes; files of version 1 have no entry `format_version`.
 
 Increment the version when an entry is added or changes its meaning. Older trainers then reject newer files, and entries
@@ -329,7 +329,8 @@ class SavedProgress:
     report) of all processes. misses_samples: whether totals are incomplete because a process was lost. skipped_steps:
     optimizer steps skipped because a loss or gradient was not finite. skipped_in_a_row: the last skipped step, and the
     number of consecutive skipped steps up to it. rate_drops: how often `--schedule plateau` has lowered the learning
-    rate. task_state: last result of `Task.after_validation`.
+    rate. task_state: last result of `Task.after_validation`. scores: metrics of the best or, without validation, last
+    report.
     """
 
     position: Position = saved(_POSITION, Position(), read=lambda value: Position(**value))
@@ -347,6 +348,7 @@ class SavedProgress:
     skipped_in_a_row: tuple[int, int] = saved(each(_COUNT, length=2), (0, 0), read=tuple)
     rate_drops: int = saved(_COUNT, 0, since=3)
     task_state: dict[str, Any] = saved(by_name(plain), make=dict, since=3)
+    scores: dict[str, float] = saved(by_name(number(finite=False)), make=dict, since=4)
 
     def entries(self) -> dict[str, Any]:
         return {entry: _plain_entry(getattr(self, name)) for entry, (name, _) in saved_fields(self).items()}

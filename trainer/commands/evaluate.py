@@ -59,7 +59,7 @@ def score(run: Run, no_test: bool, baselines: Mapping[str, Baseline] | None = No
             weights = best
         else:
             run.log.say("No intact best checkpoint was found; scoring the last weights.")
-    metrics = {} if on_test or no_test else run.scores
+    metrics = {} if on_test or (has_validation and not weights["is_best"]) else progress.scores
     if not metrics:
         sums = {"test": evaluate(run, "test")} if on_test else validate(run)
         metrics = metrics_of(run.task, run.group, sums)

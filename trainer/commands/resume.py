@@ -111,7 +111,7 @@ def resume(
     notes += changes.notes_on_data
     if progress.best is not None and changes.scores_differ:
         epoch = progress.best.epoch
-        progress.best, progress.evaluations_since_best = None, 0
+        progress.best, progress.evaluations_since_best, progress.scores = None, 0, {}
         forget_values()
         notes.append(f"The best checkpoint (epoch {epoch}) was scored on other data, so the best score is reset.")
     return [*notes, *changes.notes_on_start]

@@ -38,7 +38,6 @@ class Run:
     tried_saving: phases whose state has been checked by `try_saving`.
     patience: evaluations without improvement after which training stops; 0 disables early stopping.
     eval_batch_size: samples per device per forward in evaluations.
-    scores: metrics of the best report since this process started; without validation, of the last report.
     """
 
     task: Task
@@ -63,7 +62,6 @@ class Run:
     log: RunLog | SilentLog = field(default_factory=SilentLog)
     stop: StopRequest = field(default_factory=StopRequest)
     progress: Progress = field(default_factory=Progress)
-    scores: dict[str, float] = field(default_factory=dict)
 
     @property
     def group(self) -> Group:

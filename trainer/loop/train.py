@@ -253,7 +253,7 @@ def report(run: Run, at_start: bool = False) -> None:
     if validation and run.learning_rate.drops_after(progress.evaluations_since_best):
         progress.rate_drops += 1
     if is_best or not plan.has_validation:
-        run.scores = metrics
+        progress.scores = metrics
     run.log.report(progress.step, progress.position, plan.epochs_done(progress.position), metrics)
     if validation:
         log_pictures(run, validation)
