@@ -1,8 +1,10 @@
 """A model, data and a loss in one call: it learns what a bare loop learns, and takes no mean for a sum."""
 
 import json
+import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -177,6 +179,22 @@ def test_goes_on_and_names_another_loss(tmp_path, capsys):
     fit(tmp_path, loss=lambda model, batch: 2 * nll(model, batch), max_steps=8)
     line = next(line for line in capsys.readouterr().out.splitlines() if "--loss" in line)
     assert line.startswith("Changed since the checkpoint: --loss nll (") and "<lambda>" in line
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("adamw", torch.optim.SGD, "are SGD, but the checkpoint was trained with AdamW; use the same"),
+        (torch.optim.AdamW, partial(torch.optim.AdamW, amsgrad=True), "AdamW of phase 'train' has amsgrad=True, but"),
+        (torch.optim.RMSprop, partial(torch.optim.RMSprop, momentum=0.9), "RMSprop of phase 'train' has momentum=0.9"),
+        (torch.optim.SGD, partial(torch.optim.SGD, momentum=0.9), None),
+        (partial(torch.optim.AdamW, amsgrad=True), torch.optim.AdamW, None),
+    ],
+)
+def test_an_optimizer_goes_on_only_with_a_state_that_it_can_use(before, after, message, tmp_path):
+    fit(tmp_path, optimizer=before)
+    with pytest.raises(UserError, match=re.escape(message)) if message else nullcontext():
+        assert fit(tmp_path, optimizer=after, max_steps=8)[1].results["step"] == 8
 
 
 def test_a_workload_by_its_name(tmp_path):

@@ -12,7 +12,7 @@ from tests.helpers.token_task import LayerWise, Sparse, TokenFlags, Tokens
 from trainer.common.errors import UserError
 from trainer.flags import LearningFlags
 from trainer.loop.optimizers import (
-    ZeroStartSGD,
+    SGD,
     build_optimizers,
     completed_groups,
     hidden_matrices,
@@ -50,7 +50,7 @@ def momentum_sgd(*args, **settings):
 
 
 def our_momentum_sgd(*args, **settings):
-    return without_compiler(ZeroStartSGD)(*args, momentum=0.9, **settings)
+    return without_compiler(SGD)(*args, momentum=0.9, **settings)
 
 
 @pytest.mark.parametrize("hook", [None, "register_step_pre_hook", "register_step_post_hook"])
@@ -96,7 +96,7 @@ def test_profilers_see_the_step():
     assert "Optimizer.step#AdamW.step" in {event.name for event in profile.events()}
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, ZeroStartSGD])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, SGD])
 def test_optimizers_pickle(kind):
     optimizer = stepped_once(kind)
     loaded = pickle.loads(pickle.dumps(optimizer))
@@ -322,7 +322,7 @@ def test_momentum_starts_at_zero_although_the_first_step_is_left_out(monkeypatch
 
     spoilt, finite = [torch.inf, 1.0, 2.0], [1.0, 2.0]
     assert weights_after(torch.optim.SGD, spoilt).isnan().all()
-    assert torch.equal(weights_after(ZeroStartSGD, spoilt), weights_after(torch.optim.SGD, finite))
+    assert torch.equal(weights_after(SGD, spoilt), weights_after(torch.optim.SGD, finite))
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.1])

@@ -118,7 +118,7 @@ def test_what_appears_later_is_refused_by_the_save_and_costs_no_earlier_one(shap
     err = shaped(tmp_path, "--max-steps", 6, "--save-every-steps", 2, status=2, **optimizing(Late))
     assert_messages(err, "because the new file could not be read back: optimizers.train[0].state.late Decimal('1')")
     assert load(tmp_path / "last.pth")["step"] == 3
-    assert shaped(tmp_path, "--max-steps", 6, **optimizing(torch.optim.SGD)) == []
+    assert shaped(tmp_path, "--max-steps", 6, **optimizing(type("Late", (torch.optim.SGD,), {}))) == []
 
 
 def test_settings_that_no_file_holds_come_from_the_task(shaped, tmp_path):
@@ -176,8 +176,10 @@ def test_a_state_dict_with_other_entries(shaped, tmp_path):
     for steps in (1, 3, 5):
         assert shaped(tmp_path / "resumed", "--max-steps", steps, **optimizing(Lookahead)) == []
     assert_same_bits(load(tmp_path / "whole" / "final.pth")["model"], load(tmp_path / "resumed" / "final.pth")["model"])
-    err = shaped(tmp_path / "resumed", "--max-steps", 6, status=2, **optimizing(torch.optim.SGD))
-    assert_messages(err, "the optimizer SGD of phase 'train' keeps 'state', which the checkpoint does not have")
+    err = shaped(
+        tmp_path / "resumed", "--max-steps", 6, status=2, **optimizing(type("Lookahead", (torch.optim.SGD,), {}))
+    )
+    assert_messages(err, "the optimizer Lookahead of phase 'train' keeps 'state', which the checkpoint does not have")
 
 
 def test_a_state_dict_without_groups_is_refused(shaped, tmp_path):

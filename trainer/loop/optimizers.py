@@ -110,7 +110,7 @@ def by_flags(
     types: dict[str, tuple[Any, dict[str, Any]]] = {
         "adamw": (torch.optim.AdamW, adam),
         "adam": (torch.optim.Adam, adam),
-        "sgd": (ZeroStartSGD, sgd),
+        "sgd": (SGD, sgd),
         "muon": (torch.optim.AdamW, adam),
     }
     optimizer_type, settings = types[learning.optimizer]
@@ -210,7 +210,7 @@ def without_compiler(optimizer_type: type[torch.optim.Optimizer]) -> Any:
     return type(optimizer_type.__name__, (optimizer_type,), members)
 
 
-class ZeroStartSGD(torch.optim.SGD):
+class SGD(torch.optim.SGD):
     """SGD with momentum buffers initialised to zero.
 
     PyTorch's fused kernels write the first gradient to an uninitialised buffer. If the first step is skipped because
@@ -226,7 +226,7 @@ class ZeroStartSGD(torch.optim.SGD):
         return inspect.unwrap(torch.optim.SGD.step)(self, closure)
 
 
-_RECORDED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, ZeroStartSGD)
+_RECORDED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, SGD)
 
 
 def can_be_recorded(optimizer: Optimizer) -> bool:

@@ -19,6 +19,9 @@ TORCH_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.
 OF_A_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
 """State entries of TORCH_OPTIMIZERS that have the shape of their parameter."""
 
+_MAKES = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
+"""State entries of PyTorch's Adam and RMSprop that exist only with a setting, by setting."""
+
 CHANGED = "changed"
 """Key in a saved parameter group; the value lists the names of the settings that changed during training."""
 
@@ -35,7 +38,7 @@ def state_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
     Omits unchanged settings that a checkpoint cannot store; a resumed run takes them from its new optimizer.
     """
-    state = dict(optimizer.state_dict())
+    state = {**optimizer.state_dict(), _TYPE: type(optimizer).__name__}
     if "param_groups" in state:
         before = _initial.get(optimizer, [None] * len(state["param_groups"]))
         state["param_groups"] = [_kept(*pair) for pair in zip(state["param_groups"], before, strict=False)]
@@ -74,6 +77,14 @@ def load_states(
     when the states were saved.
     """
     own = [optimizer.state_dict() for optimizer in optimizers]
+    types = [type(optimizer).__name__ for optimizer in optimizers]
+    before = [state.get(_TYPE) for state in saved]
+    if before != types and None not in before:  # earlier versions saved no types
+        raise UserError(
+            f"the optimizers of phase {phase!r} are {', '.join(types)}, but the checkpoint was trained with "
+            f"{', '.join(map(str, before))}; use the same, or load only the checkpoint's weights, with --init-from and "
+            "another --save-dir"
+        )
     if _sizes(saved) != _sizes(own):
         raise UserError(
             f"the optimizers of phase {phase!r} have parameter groups of {_sizes(own)} tensors, but "
@@ -100,7 +111,7 @@ def _with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[
         {name: group[name] for name in ("params", "lr", *group.get(CHANGED, ()))} for group in saved["param_groups"]
     )
     groups = [settings | its for settings, its in zip(own["param_groups"], kept, strict=True)]
-    return {**saved, "param_groups": groups}
+    return {**{name: value for name, value in saved.items() if name != _TYPE}, "param_groups": groups}
 
 
 def _load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], dtype: torch.dtype) -> None:
@@ -143,7 +154,7 @@ def _keep_types(optimizer: torch.optim.Optimizer, state: Mapping[Any, Any], dtyp
 # --- containers --------------------------------------------------------------------------------------------------
 
 _TYPE = "__type__"
-"""Key of the type name in a mapping that encodes another container type."""
+"""Key of the type name in a saved optimizer state, and in a mapping that encodes another container type."""
 _MAPPINGS = {"OrderedDict": OrderedDict, "Counter": Counter}
 _FACTORIES = {kind.__name__: kind for kind in (bool, int, float, str, list, dict, set)} | {"None": None}
 _SETS = {"set": set, "frozenset": frozenset}
@@ -249,10 +260,18 @@ def _refuse_other_entries(
             f"the optimizer {type(optimizer).__name__} of phase {phase!r} keeps {missing[0]!r}, which the checkpoint "
             f"does not have; undo the change to the optimizers, {advice}"
         )
+    state = saved.get("state", {})
+    for group in own["param_groups"] if isinstance(optimizer, torch.optim.Adam | torch.optim.RMSprop) else ():
+        its = [state[number] for number in group["params"] if number in state]
+        for setting, entry in _MAKES.items():
+            if group.get(setting) and any(entry not in kept for kept in its):
+                raise UserError(
+                    f"{type(optimizer).__name__} of phase {phase!r} has {setting}={group[setting]}, but the checkpoint "
+                    f"was trained without; undo the change, {advice}"
+                )
     if not isinstance(optimizer, TORCH_OPTIMIZERS):
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    state = saved.get("state", {})
     for group in saved["param_groups"]:
         names = [state[number].keys() for number in group["params"] if number in state]
         if any(its != names[0] for its in names):
