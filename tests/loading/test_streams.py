@@ -110,6 +110,43 @@ def test_a_collate_may_take_samples_of_any_shape():
     assert dataset.__getitems__(SampleKeys(np.arange(8, 10), 0))["x"].shape == (2, 3)
 
 
+@pytest.mark.parametrize("is_loaded", [True, False])
+def test_a_state_is_kept_if_it_can_be_loaded(is_loaded, monkeypatch):
+    """By an iterator without a __dict__."""
+    monkeypatch.setattr(streams, "STATE_EVERY_S", 0.0)
+
+    class Slots:
+        __slots__ = ("number",)
+
+        def __init__(self):
+            self.number = -1
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.number += 1
+            return self.number
+
+        def state_dict(self):
+            return {"number": self.number}
+
+        if is_loaded:
+
+            def load_state_dict(self, state):
+                self.number = state["number"]
+
+    first, second = (from_stream(Slots, samples_per_epoch=SIZE, seed=0, names="x") for _ in range(2))
+    for start in (0, 4, 8):
+        first.__getitems__(SampleKeys(np.arange(start, start + 4), 0))
+    place = first.place_before(0, 0, 10)
+    assert (place is not None) == is_loaded
+    if place is not None:
+        second.begin_at(0, place)
+        assert second.__getitems__(SampleKeys(np.array([place.position]), 0))["x"].tolist() == [place.position]
+        assert second.num_read_again(0, 0, 10) == 10 - place.position > 0
+
+
 # --- runs --------------------------------------------------------------------------------------------------------
 
 

@@ -98,7 +98,7 @@ class _Reader:
         earlier epoch. Raises UserError for a state of unsupported type.
         """
         is_due = self.position > self.begun_at and time.monotonic() - self.asked_at >= STATE_EVERY_S
-        if not (is_due and hasattr(self.source, "state_dict")):
+        if not (is_due and hasattr(self.source, "state_dict") and hasattr(self.source, "load_state_dict")):
             return
         try:
             self.places.append(Place(self.epoch, self.position, plain(self.source.state_dict(), "its state_dict()")))
@@ -168,7 +168,8 @@ class KeyedStream(KeyedItems):
             # The object is copied, since `make_iterator` may return it again for later epochs, and these must not start
             # at this state. The object's dictionary is copied too, because `copy.copy` may share it.
             source = copy.copy(source)
-            source.__dict__ = dict(vars(source))
+            if hasattr(source, "__dict__"):  # unlike an object with __slots__
+                source.__dict__ = dict(vars(source))
             source.load_state_dict(place.state)
         return _Reader(epoch, place.position, source, iter(source), place.position)
 
