@@ -65,6 +65,20 @@ def test_names_with_an_at_sign_reach_tensorboard(written):
     assert records[1]["val/ndcg@10"] == 0.5
 
 
+def test_only_a_segment_with_steps_has_a_speed(tmp_path):
+    """A run may resume after the last step of an epoch, whose report then comes at once."""
+    log = RunLog(logged_run(tmp_path))
+    for number, samples in enumerate((0, 8), start=1):
+        log.start_segment(Position(number - 1), None, 8, 8 - samples)
+        log.advance(samples)
+        log.end_training()
+        log.report(number, Position(number), float(number), TRAIN)
+    log.close()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert ["samples_per_second" in record for record in records] == [False, True]
+    assert records[1]["samples_per_second"] > 0
+
+
 def test_an_evaluation_within_an_epoch_has_a_row_and_a_record_of_its_own(tmp_path):
     log = RunLog(logged_run(tmp_path))
     log.report(5, Position(1, 0, 8), 1.25, TRAIN)

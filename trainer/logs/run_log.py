@@ -107,10 +107,9 @@ class RunLog:
         metrics: metrics since the last report. position: after an epoch, the start of the next epoch. epochs_done:
         number of epochs done, including a fraction of the current epoch.
         """
-        speed = {
-            "samples_per_second": self._segment_samples / max(self._training_seconds, 1e-9),
-            "epoch_seconds": time.monotonic() - self._segment_started,
-        }
+        speed = {"epoch_seconds": time.monotonic() - self._segment_started}
+        if self._segment_samples > 0:  # no samples if the run resumed after the epoch's last step
+            speed = {"samples_per_second": self._segment_samples / max(self._training_seconds, 1e-9), **speed}
         row = of_headline(metrics, self._headline) | speed
         first = f"{position.epoch:>5}" if position.at_epoch_start else f"{epochs_done:.3f}"[:5]
         self._table.row(first, {name: f"{value:.5g}" for name, value in row.items()})
