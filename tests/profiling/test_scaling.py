@@ -68,9 +68,10 @@ def scaling_of(monkeypatch, profile_here):
     return run
 
 
-def test_scaling_says_where_the_data_bounds_the_batch(scaling_of):
+def test_scaling_says_where_the_data_bounds_the_batch_and_where_its_board_is(scaling_of, tmp_path):
     bounded = {**measured(150), "requested_global_batch_size": 64}
-    out = scaling_of({1: measured(100), 2: bounded}).out
+    out = scaling_of({1: measured(100), 2: bounded}, "--board", tmp_path / "a board").out
+    assert f"tensorboard --logdir '{tmp_path / 'a board'}'\n" in out
     assert "\nddp 2: Steps of 64 samples were requested, but the training data has only 32.\n" in out
     assert "single: Steps" not in out
 

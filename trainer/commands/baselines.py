@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
+from trainer.common.process import command_of_main
 from trainer.flags import RunFlags
 from trainer.logs.console import Table, of_headline
 from trainer.logs.run_log import RunLog, SilentLog
@@ -66,6 +67,6 @@ def beside_baselines(
     value = first.metrics.get(metric)
     if best is None or value is None or (best > value if mode == "max" else best < value):
         return lines
-    command = f"python main.py --task {task} {first.flags} --save-dir {shlex.quote(f'{folder}-{name}')}"
-    advice = f"; to use it: {command}" if first.flags else ""
+    flags = f"--task {shlex.quote(task)} {first.flags} --save-dir {shlex.quote(f'{folder}-{name}')}"
+    advice = f"; to use it: {command_of_main()} {flags}" if first.flags else ""
     return [*lines, f"On the validation data this run is not better than {name} ({metric} {value:.4f}){advice}"]

@@ -22,6 +22,7 @@ from trainer.commands.flags import Flags
 from trainer.commands.resume import brings_another_run, changed_since_last_start, differences, starts_over
 from trainer.common.errors import UserError
 from trainer.common.files import DISK_FULL, refusing_disk_errors
+from trainer.common.process import command_of_main
 from trainer.failure.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_INTERRUPTED, Failure
 from trainer.logs.background import BackgroundLogger, build_loggers
 from trainer.logs.console import say
@@ -135,7 +136,7 @@ def _closing_lines(folder: Path, task: Task, task_name: str, progress: Progress)
     best, epochs = progress.best, ""
     if best is not None and best.epoch:
         epochs = f"; its best epoch is {best.epoch} of {progress.position.epoch}, {task.monitor[0]} {best.value:.4f}"
-    command = f"python main.py --save-dir {shlex.quote(str(folder))}"
+    command = f"{command_of_main()} --save-dir {shlex.quote(str(folder))}"
     command += f" --task {shlex.quote(task_name)}" * (":" in task_name)  # a run's record cannot choose a task's file
     predicts = type(task).new_data is not Task.new_data
     uses = f"{command} --predict FILE (or --eval-only)" if predicts else f"{command} --eval-only"

@@ -1,6 +1,7 @@
 """Names this process for messages, prints lines even if the terminal has closed, and limits the time of calls."""
 
 import os
+import shlex
 import socket
 import sys
 import threading
@@ -15,6 +16,13 @@ T = TypeVar("T")
 def own_name() -> str:
     """Returns the id and host of this process, for messages."""
     return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def command_of_main() -> str:
+    """Returns the command that starts main.py, with the program's path if it is not in the current folder."""
+    program, here = Path(__file__).resolve().parents[2] / "main.py", Path("main.py")
+    is_elsewhere = program.is_file() and not (here.is_file() and here.samefile(program))
+    return f"python {shlex.quote(str(program))}" if is_elsewhere else "python main.py"
 
 
 def boot_of_kernel() -> str:

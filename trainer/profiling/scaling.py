@@ -11,6 +11,7 @@ examples:
   python profiler.py scaling --world-sizes 1,2,4,8 --global-batch-size 512
 """
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ def profile_scaling(flags: Flags, argv: Sequence[str]) -> None:
             print(f"{world}: {note}")
     if tool.board is not None:
         write_board(rows, tool.board)
-        print(f"TensorBoard: tensorboard --logdir {tool.board}")
+        print(f"TensorBoard: tensorboard --logdir {shlex.quote(str(tool.board))}")
     save_results(tool.json, {"command": "scaling", "rounds": tool.rounds, "steps": tool.steps, "worlds": rows})
 
 
