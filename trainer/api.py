@@ -82,7 +82,7 @@ class SavedRun:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics in results.json by name, such as "test/loss"; {} until the run has finished."""
+        """Metrics in results.json by name, such as "test/loss", NaN for infinity; {} until the run has finished."""
         return with_nan(self.results.get("metrics", {}))
 
     @property

@@ -139,6 +139,18 @@ BEFORE_TRAINING = {
         broken(training_data=lambda self, phase: Unsized()),
         "--task broken: its data set of the phase 'train': Unsized has no `__len__`",
     ),
+    "a length of 2.0": (
+        with_splits(lambda splits: {**splits, "val": type("Half", (Unsized,), {"__len__": lambda self: 2.0})()}),
+        "--task broken: its data set 'val': `__len__` of Half returns 2.0; return a whole number",
+    ),
+    "a constructor without parameters": (
+        broken(__init__=lambda self: None),
+        "Broken.__init__: too many positional arguments; write `def __init__(self, config, seed, cache_dir)`",
+    ),
+    "no list of batches": (
+        broken(order=lambda *_: iter([np.arange(2)])),
+        "Broken.order('train') must return a list of arrays of indices, not list_iterator",
+    ),
     "no batch": (broken(collate=lambda *_: [1]), "Broken.collate must return a dict of tensors, not a list"),
     "no index": (with_batch(index=None), "Broken.collate must put 'index' into the batch"),
     "no weight": (with_batch(weight=None), "Broken.collate must put 'weight' into the batch"),

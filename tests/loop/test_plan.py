@@ -81,7 +81,7 @@ def test_steps_know_where_they_lead():
     orders = (
         ShuffledOrder(0, 0, 10, 4, 10),
         ShuffledOrder(0, 1, 3, 2, 3),
-        TaskOrder("order", lambda epoch: batches, 3, 9),
+        TaskOrder("order", lambda epoch: batches, 3, 9, 9),
     )
     for turns in ((), (1, 1, 1), (2, 1, 3)):
         plan = Plan(2, orders, turns)
@@ -116,8 +116,18 @@ def test_a_changed_batch_size_goes_on_where_the_old_one_stopped():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("wrong", [[4, 5], [-1, 0], [0.0, 1.0], [[0], [1]]])
+def test_only_indices_of_samples_make_a_batch(wrong):
+    for kind in (list, np.array):
+        order = TaskOrder("Mine.order('train')", lambda epoch: [kind([3, 2]), kind(wrong)], 2, 4, 5)  # noqa: B023
+        samples = order.samples(0, 0, 2)
+        assert samples.dtype == np.int64 and samples.tolist() == [3, 2]
+        with pytest.raises(UserError, match=r"gives .* as batch 2 of epoch 1; .* whole numbers from 0 to 4"):
+            order.samples(0, 2, 4)
+
+
 def test_a_task_order_that_changes_its_size_is_refused():
-    order = TaskOrder("Mine.order('train')", lambda epoch: [np.arange(4 - epoch)], 4, 4)
+    order = TaskOrder("Mine.order('train')", lambda epoch: [np.arange(4 - epoch)], 4, 4, 4)
     assert list(order.bounds(0, 0)) == [(0, 4)]
     assert list(order.bounds(0, 1)) == [(1, 4)] and order.samples(0, 1, 4).tolist() == [1, 2, 3]
     with pytest.raises(UserError, match="gives 3 samples in epoch 2"):

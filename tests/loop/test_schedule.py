@@ -50,10 +50,10 @@ def test_a_task_s_factor_ends_with_the_steps_that_it_was_told_of():
     assert rate.at(2, 9) == rate.at(1.9, 6) == pytest.approx(0.4 / 7)
 
 
-@pytest.mark.parametrize("factor", [-0.1, math.nan, math.inf])
+@pytest.mark.parametrize("factor", [-0.1, math.nan, math.inf, "0.5", 1j])
 def test_a_factor_that_is_none_is_refused(factor):
     rate = LearningRate(0.4, 0.0, warmup=0, total=2, num_steps=7, factor_of_step=lambda step, total: factor)
-    with pytest.raises(UserError, match=rf"lr_factor\(2, 7\) is {factor}; it must be a finite number, at least 0"):
+    with pytest.raises(UserError, match=rf"lr_factor\(2, 7\) is {factor!r}; it must be a finite number, at least 0"):
         rate.at(1, 2)
 
 

@@ -53,6 +53,7 @@ from trainer.loop.checkpointing import restore_progress, restore_streams, save
 from trainer.loop.contract import (
     check_batch,
     check_blocks,
+    check_constructor,
     check_exchanges,
     check_helpers,
     check_same_parameters,
@@ -173,10 +174,12 @@ def build_task(flags: Flags) -> Task:
 
 
 def _new_task(flags: Flags) -> Task:
-    """Creates the task. Raises UserError if the task's constructor reads a field that its `Config` lacks."""
+    """Creates the task. Raises UserError for a constructor with other parameters or a field that its `Config` lacks."""
     assert flags.task_type is not None
+    arguments = flags.task, flags.run.seed, flags.run.cache_dir
+    check_constructor(flags.task_type, arguments)
     try:
-        return flags.task_type(flags.task, flags.run.seed, flags.run.cache_dir)
+        return flags.task_type(*arguments)
     except AttributeError as error:
         if error.obj is not flags.task:
             raise

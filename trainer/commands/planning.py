@@ -79,7 +79,7 @@ def build_order(flags: Flags, task: Task, phase: int, global_batch_size: int) ->
         source = f"{type(task).__name__}.order({name!r})"
         if "--drop-last" in flags.given and flags.batch.drop_last:
             raise flags.refusal(f"--drop-last: {source} makes the batches, so nothing is dropped; leave the flag out")
-        return TaskOrder(source, batches, global_batch_size, num_samples)
+        return TaskOrder(source, batches, global_batch_size, num_samples, len(task.training_data(name)))
     rest = num_samples % global_batch_size if flags.batch.drop_last else 0
     if rest == num_samples:
         raise flags.refusal(

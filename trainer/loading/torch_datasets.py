@@ -56,6 +56,7 @@ def from_dataset(
     for method in ("__len__", "__getitem__"):
         if not hasattr(dataset, method):
             raise UserError(f"from_dataset({kind}): needs a map-style dataset with `{method}`")
+    _require_whole_length(dataset, f"from_dataset({kind})")
     keyed = _DatasetItems(f"from_dataset({kind})", collate or default_collate, seed, names, dataset)
     tensors = _tensors_of(dataset) if collate is None else None
     return keyed if tensors is None else _KeyedTensors(keyed.named(tensors), len(dataset))
@@ -74,6 +75,13 @@ def require_keyed(dataset: Any, where: str) -> None:
         )
     if not hasattr(dataset, "__len__"):
         raise UserError(f"{where}: {type(dataset).__name__} has no `__len__`; define it")
+    _require_whole_length(dataset, where)
+
+
+def _require_whole_length(dataset: Any, where: str) -> None:
+    length = type(dataset).__len__(dataset)
+    if not hasattr(length, "__index__"):
+        raise UserError(f"{where}: `__len__` of {type(dataset).__name__} returns {length!r}; return a whole number")
 
 
 def is_keyed(dataset: Any) -> bool:

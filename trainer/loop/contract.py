@@ -4,7 +4,7 @@ import inspect
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -53,6 +53,17 @@ def check_signatures(own: object, base: type) -> None:
                     f"{name}({', '.join(names)}), which the trainer does; write "
                     f"`def {name}({', '.join(filter(None, ['self', shown]))})`"
                 ) from None
+
+
+def check_constructor(task_type: type[Task], arguments: Sequence[Any]) -> None:
+    """Raises UserError if a task's `__init__` does not take these arguments."""
+    try:
+        inspect.signature(task_type).bind(*arguments)
+    except TypeError as error:
+        raise UserError(
+            f"{task_type.__name__}.__init__: {error}; write `def __init__(self, config, seed, cache_dir)`, and call "
+            "super().__init__ with the three arguments"
+        ) from None
 
 
 def check_task(task: Task) -> None:

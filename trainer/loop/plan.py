@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,14 +65,15 @@ class TaskOrder:
     """Sample order defined by a task (`Task.order`), with the interface of `ShuffledOrder`.
 
     source: name of the order in messages. batches: returns an epoch's global batches of sample indices. size: samples
-    per epoch, equal for all epochs. global_batch_size: the size requested on the command line. Methods raise UserError
-    if an epoch has too few samples or an empty batch.
+    per epoch, equal for all epochs. global_batch_size: the size requested on the command line. num_items: size of the
+    data set. Methods raise UserError if an epoch has too few samples or an empty batch, or if an index is invalid.
     """
 
     source: str
     batches: Callable[[int], Sequence[np.ndarray] | None]
     global_batch_size: int
     size: int
+    num_items: int
 
     def __post_init__(self) -> None:
         self._epoch = lru_cache(EPOCHS_KEPT)(self._checked)
@@ -100,11 +101,19 @@ class TaskOrder:
         batches, ends = self._epoch(epoch)
         number = bisect_right(ends, start)
         offset = ends[number - 1] if number else 0
-        return batches[number][start - offset : end - offset]
+        batch = np.asarray(batches[number])
+        if batch.dtype.kind not in "iu" or batch.ndim != 1 or not 0 <= batch.min() <= batch.max() < self.num_items:
+            raise UserError(
+                f"{self.source} gives {str(batch.tolist())[:60]} as batch {number + 1} of epoch {epoch + 1}; a batch "
+                f"must be an array of sample indices, whole numbers from 0 to {self.num_items - 1}"
+            )
+        return batch.astype(np.int64, copy=False)[start - offset : end - offset]
 
     def _checked(self, epoch: int) -> tuple[Sequence[np.ndarray], Sequence[int]]:
         """Returns an epoch's global batches and the cumulative sums of their sizes."""
-        batches = self.batches(epoch) or []
+        batches: Any = self.batches(epoch)
+        if not all(hasattr(batches, name) for name in ("__len__", "__getitem__")):
+            raise UserError(f"{self.source} must return a list of arrays of indices, not {type(batches).__name__}")
         size = getattr(batches, "batch_size", None)  # size of all batches but the last; avoids building them
         sizes = [] if size else [len(batch) for batch in batches]
         ends = range(size, size * len(batches) + 1, size) if size else list(accumulate(sizes))

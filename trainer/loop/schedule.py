@@ -68,9 +68,9 @@ class LearningRate:
             factor = lr_factor(progress, self.warmup, self.total, self.floor / self.peak, self.schedule)
             if self.schedule == "plateau":
                 factor *= max(self.drop**num_drops, self.floor / self.peak)
-        elif not 0 <= factor < math.inf:
+        elif not (hasattr(factor, "__float__") and 0 <= factor < math.inf):
             raise UserError(
-                f"the task's lr_factor({step}, {self.num_steps}) is {factor}; it must be a finite number, at least 0"
+                f"the task's lr_factor({step}, {self.num_steps}) is {factor!r}; it must be a finite number, at least 0"
             )
         return self.peak * factor
 
