@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +27,9 @@ import trainer
 from tests.conftest import ROOT, assert_same_bits, cut_back, load
 from trainer import UserError
 from trainer.commands import build
+from trainer.commands.facts import digest_of_data
 from trainer.loading.order import EpochOrder
+from trainer.script import task_of
 
 NAMES = ("x", "y")
 X = torch.randn(60, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -43,6 +46,17 @@ class Pairs(Dataset):
 
     def __getitem__(self, index):
         return TRAIN[index]
+
+
+class Noisy(Pairs):
+    """Items with noise from a given source."""
+
+    def __init__(self, noise):
+        self.noise = noise
+
+    def __getitem__(self, index):
+        x, y = TRAIN[index]
+        return x + self.noise(), y
 
 
 class Stream(IterableDataset):
@@ -195,6 +209,27 @@ def test_an_optimizer_goes_on_only_with_a_state_that_it_can_use(before, after, m
     fit(tmp_path, optimizer=before)
     with pytest.raises(UserError, match=re.escape(message)) if message else nullcontext():
         assert fit(tmp_path, optimizer=after, max_steps=8)[1].results["step"] == 8
+
+
+def digest(train, seed=0):
+    task_type = task_of(net(), train, nll, {"val": VAL, "names": NAMES})
+    return digest_of_data(task_type(task_type.Config(), seed, Path()))
+
+
+def test_a_few_samples_identify_the_data():
+    assert digest(TRAIN) == digest(Pairs()) == digest(Subset(TRAIN, range(40)))
+    assert digest(TRAIN) != digest(TensorDataset(X[:40] + 1, Y[:40])) != digest(Subset(TRAIN, range(39, -1, -1)))
+    drawn = Noisy(lambda: torch.randn(4))
+    assert digest(drawn) == digest(drawn) != digest(drawn, seed=1)
+    assert digest(Noisy(np.random.default_rng(0).random)) is None  # another noise for every reading
+
+
+def test_goes_on_with_other_data_and_says_so(tmp_path, capsys):
+    fit(tmp_path, val=VAL, max_steps=4)
+    capsys.readouterr()
+    _, run = fit(tmp_path, TensorDataset(X[20:], Y[20:]), val=TensorDataset(X[:20], Y[:20]))
+    assert "differs from the checkpoint's, or the data changed, so scores may include" in capsys.readouterr().out
+    assert run.state == "finished"
 
 
 def test_a_workload_by_its_name(tmp_path):

@@ -306,7 +306,7 @@ class Task(ABC):
         return {}
 
     def data_digest(self) -> str | None:
-        """Returns a digest of the training and held-out data, or None, the default, to leave the data unchecked.
+        """Returns a digest of the training and held-out data; default: None, for a digest of a few samples.
 
         A run that resumes or is evaluated on data with another digest prints a warning. Every process calls it after
         `splits`. Training does not start if digests differ between processes, so hash contents, not paths or times.

@@ -155,20 +155,20 @@ BEFORE_TRAINING = {
     "no index": (with_batch(index=None), "Broken.collate must put 'index' into the batch"),
     "no weight": (with_batch(weight=None), "Broken.collate must put 'weight' into the batch"),
     "array": (with_batch(more=np.zeros(2)), "Broken.collate must return a tensor for batch['more'], not a ndarray"),
-    "a number": (with_batch(more=torch.tensor(1.0)), "Broken.collate must put the 2 samples on dim 0 of batch['more']"),
+    "a number": (with_batch(more=torch.tensor(1.0)), "Broken.collate must put the 4 samples on dim 0 of batch['more']"),
     "samples not on dim 0": (
         with_batch(more=torch.zeros(3, 2)),
-        "Broken.collate must put the 2 samples on dim 0 of batch['more'], whose shape is (3, 2)",
+        "Broken.collate must put the 4 samples on dim 0 of batch['more'], whose shape is (3, 2)",
     ),
     "a sample lost": (
         broken(collate=lambda self, samples, keys: {"index": torch.zeros(1), "weight": torch.zeros(1)}),
-        "Broken.collate must put the 2 samples on dim 0 of batch['index'], whose shape is (1,)",
+        "Broken.collate must put the 4 samples on dim 0 of batch['index'], whose shape is (1,)",
     ),
     "whole weights": (
-        with_batch(weight=torch.ones(2, dtype=torch.int64)),
+        with_batch(weight=torch.ones(4, dtype=torch.int64)),
         "Broken.collate must give batch['weight'] one floating-point number per sample, not torch.int64 of",
     ),
-    "weights in a column": (with_batch(weight=torch.ones(2, 1)), "not torch.float32 of shape (2, 1)"),
+    "weights in a column": (with_batch(weight=torch.ones(4, 1)), "not torch.float32 of shape (4, 1)"),
     "no sums": (with_sums(lambda loss: loss), "forward(batch, 'train') in train mode must return a dict of tensors"),
     "a number among the sums": (
         with_sums(lambda loss: {"loss": loss, "n": 2}),

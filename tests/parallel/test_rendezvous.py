@@ -183,7 +183,7 @@ def test_ranks_may_keep_their_data_in_different_places(meet, tmp_path):
     statuses, messages, _ = meet(*own, task=[*task, "--fresh"])
     assert statuses == [2, 2] and not messages[1]  # once they have met, rank 0 speaks for all
     (message,) = messages[0]
-    assert message.startswith("error: rank 1 of 2 differs from rank 0: ") and "data_digest" in message
+    assert message.startswith("error: rank 1 of 2 differs from rank 0: ") and "the digest of the data" in message
     assert contents(tmp_path / "run", REFUSAL) == before
 
 

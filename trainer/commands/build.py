@@ -442,8 +442,8 @@ def start_facts(flags: Flags, task: Task, strategy: Strategy) -> dict[str, Any]:
     data_facts, digest = strategy.group.together(lambda: (facts_of_data(task), digest_of_data(task)))
     sizes = {f"data set {name!r}": len(dataset) for name, dataset in task.splits().items()}
     sizes |= {f"training data of phase {phase!r}": len(task.training_data(phase)) for phase in task.phases}
-    advice = "start all ranks with the same data and flags"
-    strategy.group.require_same({**sizes, **data_facts, "data_digest": digest}, advice)
+    advice = "start all ranks with the same flags and data; seed every generator that makes or splits data"
+    strategy.group.require_same({**sizes, **data_facts, "the digest of the data": digest}, advice)
     return {
         "task": flags.run.task,
         "config": flags.values(),

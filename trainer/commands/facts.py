@@ -18,6 +18,11 @@ from trainer.checkpoint.manifest import as_json
 from trainer.common import __version__
 from trainer.common.errors import UserError
 from trainer.common.files import MOST_RECORD, plain
+from trainer.loading.batches import Batch, gathered
+from trainer.loading.order import SampleKeys
+from trainer.loading.streams import KeyedStream
+from trainer.loading.torch_datasets import draws_put_back
+from trainer.loop.contract import check_batch
 from trainer.loop.evaluate import digest_of
 from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
@@ -25,6 +30,8 @@ from trainer.registry import source_file
 from trainer.task import Task
 
 GIT_TIMEOUT_S = 5.0
+NUM_SAMPLES = 4
+"""Samples of each data set that the default digest of the data covers."""
 PACKAGES = ("trainer", "tasks", "models", "data")
 
 
@@ -60,13 +67,33 @@ def facts_of_data(task: Task) -> dict[str, Any]:
 
 
 def digest_of_data(task: Task) -> str | None:
-    """Returns the result of `Task.data_digest` as a string, or None. Raises UserError for an unsupported type."""
+    """Returns the result of `Task.data_digest`, or by default a digest of a few samples, as a string.
+
+    Returns None if the samples differ when read again. Raises UserError for an unsupported type.
+    """
     digest: Any = task.data_digest()
     if isinstance(digest, bytes | bytearray):
         return digest.hex()
     if digest is not None and not isinstance(digest, str | int):
         raise UserError(f"{type(task).__name__}.data_digest: must return a string or None, not {brief(digest)}")
-    return None if digest is None else f"{digest}"
+    if digest is not None:
+        return f"{digest}"
+    one, again = (
+        digest_of(batch[name] for batch in batches_of(task).values() for name in sorted(batch)) for _ in range(2)
+    )
+    return one[:16] if one == again else None
+
+
+def batches_of(task: Task) -> dict[str, Batch]:
+    """Returns a batch of a few samples, spread over the whole, of each data set by name; leaves out streams."""
+    batches = dict[str, Batch]()
+    for name, dataset in task.splits().items():
+        if not isinstance(dataset, KeyedStream):
+            index = np.unique(np.linspace(0, len(dataset) - 1, NUM_SAMPLES).astype(np.int64))
+            with draws_put_back():
+                batches[name] = gathered(dataset, task.collate, SampleKeys(index, epoch=0))
+            check_batch(task, batches[name], len(index))
+    return batches
 
 
 def facts_of_helpers(helpers: Mapping[str, nn.Module], group: Group) -> dict[str, dict[str, str]]:
@@ -74,7 +101,7 @@ def facts_of_helpers(helpers: Mapping[str, nn.Module], group: Group) -> dict[str
 
     All processes must call this function. Raises UserError if digests differ between processes.
     """
-    digests = {name: digest_of(helper) for name, helper in helpers.items()}
+    digests = {name: digest_of(helper.state_dict().values()) for name, helper in helpers.items()}
     facts = {f"the digest of the helper {name}": digest for name, digest in digests.items()}
     group.require_same(facts, "build_objective must make the same helpers on all ranks")
     return {"helpers": digests} if digests else {}

@@ -223,13 +223,13 @@ class Changes:
 
     @property
     def notes_on_data(self) -> list[str]:
-        """A note if the digest of the data (`Task.data_digest`) changed."""
+        """A note if the digest of the data (`digest_of_data`) changed."""
         then, now = self.then.get("data_digest"), self.now.get("data_digest")
         if None in (then, now) or then == now:
             return []
         return [
-            "The split into training and held-out data differs from the checkpoint's, so scores may include training "
-            "data and are not comparable with earlier scores."
+            "The split into training and held-out data differs from the checkpoint's, or the data changed, so scores "
+            "may include training data and are not comparable with earlier scores."
         ]
 
     @property

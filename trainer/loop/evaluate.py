@@ -1,6 +1,6 @@
 """Evaluates the model, and calls the task's methods for metrics, pictures and epochs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from hashlib import blake2b
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainer.checkpoint.format import brief
 from trainer.common.errors import UserError
@@ -204,7 +204,7 @@ def start_epoch(task: Task, learner: Learner, strategy: Strategy, epoch: int, lo
         task.on_epoch_start(learner.objective, epoch, log.progress)
     if strategy.group.world_size == 1:
         return
-    digests = strategy.group.gather(digest_of(learner.objective))
+    digests = strategy.group.gather(digest_of(learner.objective.state_dict().values()))
     if len(set(digests)) > 1:
         raise UserError(
             f"{method.__qualname__} left different weights or buffers on rank "
@@ -213,11 +213,11 @@ def start_epoch(task: Task, learner: Learner, strategy: Strategy, epoch: int, lo
         )
 
 
-def digest_of(module: nn.Module) -> str:
-    """Hashes a module's unsharded weights and persistent buffers, in the order of its state dict."""
+def digest_of(values: Iterable[Tensor]) -> str:
+    """Hashes the elements of unsharded tensors, such as the values of a module's state dict."""
     digest = blake2b()
-    for value in module.state_dict().values():
+    for value in values:
         if is_sharded(value):  # each process has a different shard
             continue
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
