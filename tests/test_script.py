@@ -108,8 +108,16 @@ def bare_loop(make_optimizer, num_steps=6, batch_size=8):
 @pytest.mark.parametrize("more", [{}, {"batch_size": 3, "global_batch_size": 8}])
 def test_learns_what_a_bare_loop_learns(train, more, tmp_path):
     optimizer = partial(torch.optim.SGD, momentum=0.9)
-    settings = {"batch_size": 8, "max_grad_norm": 0, "optimizer": optimizer, "weight_decay": 0, **more}
+    settings = {"batch_size": 8, "max_grad_norm": 0, "optimizer": optimizer, **more}
     _, run = fit(tmp_path, train, **settings)
+    expected = bare_loop(lambda parameters: optimizer(parameters, lr=0.05))
+    for name, weight in run.load().state_dict().items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, partial(torch.optim.AdamW, weight_decay=0.5)])
+def test_an_optimizer_brings_its_settings(optimizer, tmp_path):
+    _, run = fit(tmp_path, batch_size=8, max_grad_norm=0, optimizer=optimizer)
     expected = bare_loop(lambda parameters: optimizer(parameters, lr=0.05))
     for name, weight in run.load().state_dict().items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-14)
@@ -331,6 +339,10 @@ REFUSED = {
     "an optimizer of the loss": (
         {"optimizer": torch.optim.LBFGS},
         "fit: optimizer LBFGS needs a closure that evaluates the loss again",
+    ),
+    "a setting of another optimizer": (
+        {"optimizer": torch.optim.SGD, "momentum": 0.9},
+        "fit: momentum 0.9: has no effect on the given optimizer class; leave it out, or give it to SGD with functools",
     ),
     "no optimizer": ({"optimizer": 3}, "fit: optimizer 3: must be a class, a functools.partial of a class"),
     "a flag that is none": ({"learning_rate": 0.1}, "learning_rate: no such"),

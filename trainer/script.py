@@ -26,6 +26,8 @@ from trainer.task import Objective, ParamGroup, Sums, Task
 
 Loss = Callable[[nn.Module, Batch], Tensor | Mapping[str, Tensor]]
 Outputs = Callable[[nn.Module, Batch], Tensor]
+OF_NAMED_OPTIMIZERS = ("weight_decay", "betas", "eps", "momentum", "nesterov")
+"""Settings of optimizers that `--optimizer` names; a given class or functools.partial has its own settings."""
 
 
 @dataclass
@@ -76,10 +78,15 @@ class Script(Task):
     def build_objective(self) -> Objective:
         return Rows(copy.deepcopy(self.job.model), self.job.loss)
 
+    def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
+        groups = super().param_groups(objective, phase)
+        return groups if self.job.build_optimizer is None else [group | {"weight_decay": 0.0} for group in groups]
+
     def build_optimizers(
         self, phase: str, groups: list[ParamGroup], lr: float
     ) -> Sequence[torch.optim.Optimizer] | None:
-        return None if self.job.build_optimizer is None else [self.job.build_optimizer(groups, lr=lr)]
+        own = [{"params": group["params"]} for group in groups]
+        return None if self.job.build_optimizer is None else [self.job.build_optimizer(own, lr=lr)]
 
 
 class Rows(Objective):
@@ -230,6 +237,9 @@ def _builder(optimizer: Any, settings: dict[str, Any]) -> Callable[..., torch.op
         problem = "optimizer LBFGS needs a closure that evaluates the loss again, which is not supported; use another"
     elif isinstance(optimizer, partial) and ("lr" in optimizer.keywords or optimizer.args):
         problem = f"the partial of {kind.__name__} has its own lr; leave it out, and give fit lr=..."
+    elif given := [name for name in OF_NAMED_OPTIMIZERS if settings.get(name) is not None]:
+        account = f"has no effect on the given optimizer class; leave it out, or give it to {kind.__name__}"
+        problem = f"{given[0]} {settings[given[0]]}: {account} with functools.partial"
     if problem is not None:
         raise UserError(f"fit: {problem}")
     build: Callable[..., torch.optim.Optimizer] = optimizer

@@ -278,6 +278,10 @@ def own(make):
             own(lambda groups, lr: [torch.optim.LBFGS(groups[0]["params"] + groups[1]["params"], lr=lr)]), {},
             "LBFGS needs a closure that evaluates the loss again",
         ),
+        (
+            own(lambda groups, lr: [torch.optim.SGD(groups, lr=lr)]), {"betas": (0.5, 0.9)},
+            "Wrong.build_optimizers: phase 'train': --betas 0.5 0.9 would have no effect; leave it out",
+        ),
         (own(lambda groups, lr: [WithoutRate(groups, {})]), {}, 'WithoutRate has a group without "lr"'),
     ],
 )  # fmt: skip

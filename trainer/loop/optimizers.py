@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from trainer.common.errors import UserError
 from trainer.common.tensors import is_sharded
 from trainer.common.torch_private import has_step_hooks, reads_found_inf
+from trainer.config import shown
 from trainer.flags import LearningFlags
 from trainer.loop.ema import keeps_average
 from trainer.parallel.optimizer_states import remember_settings
@@ -31,6 +32,9 @@ def build_optimizers(
     own = task.build_optimizers(phase, [dict(group) for group in groups], learning.lr)
     if own is not None:
         _refuse(task, "build_optimizers", phase, _problem_of_own(own, groups, learning.lr))
+        given = _given(learning, "betas", "eps", "momentum")
+        useless = " and ".join(f"--{name} {shown(value)}" for name, value in given.items())
+        _refuse(task, "build_optimizers", phase, f"{useless} would have no effect; leave it out" if useless else None)
         for optimizer in own:
             if keeps_average(optimizer):
                 optimizer.train()  # type: ignore[attr-defined]
