@@ -169,7 +169,7 @@ def test_neither_validation_nor_test(tmp_path):
     assert list(metrics) == ["train/loss"]
 
 
-def test_weights_are_numbers_of_loss_terms(tmp_path):
+def test_weights_are_numbers_of_loss_terms(tmp_path, capsys):
     weight = torch.arange(1.0, 41)
     data = TensorDataset(X[:40], Y[:40], weight)
 
@@ -180,6 +180,9 @@ def test_weights_are_numbers_of_loss_terms(tmp_path):
     metrics, _ = fit(tmp_path, data, **settings)
     expected = (nll(net(), {"x": X[:40], "y": Y[:40]}) * weight).sum() / weight.sum()
     assert metrics["train/loss"] == pytest.approx(expected.item(), rel=1e-12)
+    assert "Weights: the field 'weight' of a few samples of train (1 to 40). The sums" in capsys.readouterr().out
+    fit(tmp_path, TensorDataset(X, Y, torch.ones(60)), names=(*NAMES, "weight"), fresh=True)
+    assert "Weights:" not in capsys.readouterr().out
 
 
 def test_predicts_in_order(tmp_path):
@@ -303,6 +306,14 @@ REFUSED = {
     "no function": ({"loss": "nll"}, "fit: loss 'nll': must map a model and a batch"),
     "a loss of torch": ({"loss": nn.CrossEntropyLoss()}, "fit: loss CrossEntropyLoss(): must map a model"),
     "no data": ({"train": None}, "fit, train: its data set (NoneType): needs a map-style dataset with `__len__`"),
+    "a name of the trainer": (
+        {"names": ("x", "index"), "loss": lambda model, batch: model(batch["x"]).sum(1)},
+        "the data have a field 'index', the trainer's name for a sample's number; rename the field",
+    ),
+    "whole weights": (
+        {"train": {"x": X, "y": Y, "weight": Y + 1}, "names": None},
+        "the data set must give batch['weight'] one floating-point number per sample, not torch.int64 of shape (4,)",
+    ),
     "no names": ({"names": None}, "fit, train: its data set (TensorDataset, names=None): its items have 2 value(s)"),
     "a lazy model": (
         {"model": nn.LazyLinear(2)},

@@ -495,6 +495,8 @@ class Task(ABC):
             name: torch.from_numpy(values) if isinstance(values, np.ndarray) else values
             for name, values in samples.items()
         }
+        if "index" in batch:
+            raise UserError("the data have a field 'index', the trainer's name for a sample's number; rename the field")
         batch["index"] = torch.from_numpy(keys.index)
         batch.setdefault("weight", torch.ones(len(keys.index)))
         return batch

@@ -25,7 +25,7 @@ class TaggingFlags(FlagGroup):
 
 class Keyed(Sequences):
     def __getitems__(self, keys: SampleKeys) -> Batch:
-        return super().__getitems__(keys.index)
+        return {name: part for name, part in super().__getitems__(keys.index).items() if name != "index"}
 
 
 class TaggingObjective(Objective):

@@ -24,6 +24,7 @@ from trainer.commands.facts import (
     facts_of_data,
     facts_of_helpers,
     identify_code,
+    remarks_on_weights,
 )
 from trainer.commands.flags import Flags
 from trainer.commands.loaders import Loading, loaders_on_device, remarks_on_streams, start_loading, where_data_are
@@ -323,6 +324,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         *where_data_are(task, run.loaders, flags.run.data_on, strategy.device),
         *remarks_on_streams(task, run.plan.turns, run.progress.position, world_size, num_workers),
         *task.remarks(),
+        *remarks_on_weights(task),
         *flags.left_out,
         *[remark for watch in run.watches for remark in watch.remarks()],
         *run.learner.buffers.forward_state.remarks(world_size),

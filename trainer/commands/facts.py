@@ -96,6 +96,18 @@ def batches_of(task: Task) -> dict[str, Batch]:
     return batches
 
 
+def remarks_on_weights(task: Task) -> list[str]:
+    """Names the data sets that have a field "weight" with other values than 1, unless the task has its own collate."""
+    weights = {name: batch["weight"] for name, batch in batches_of(task).items()}
+    found = [
+        f"{name} ({weight.min():g} to {weight.max():g})" for name, weight in weights.items() if (weight != 1).any()
+    ]
+    if not found or type(task).collate is not Task.collate:
+        return []
+    each = f"the field 'weight' of a few samples of {', '.join(found)}"
+    return [f"Weights: {each}. The sums of the loss and of all metrics are divided by the sum of the weights."]
+
+
 def facts_of_helpers(helpers: Mapping[str, nn.Module], group: Group) -> dict[str, dict[str, str]]:
     """Returns {"helpers": digests of `Objective.helpers` by name}, or {} without helpers.
 

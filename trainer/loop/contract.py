@@ -104,7 +104,10 @@ def check_batch(task: Task, batch: object, size: int) -> None:
     """
 
     def refuse(problem: str) -> NoReturn:
-        raise UserError(f"{type(task).__name__}.collate {problem}; see Task.collate in trainer/task.py")
+        where = f"{type(task).__name__}.collate"
+        if getattr(type(task), "collate", None) is Task.collate:
+            where = "the data set"  # fit, for example, has no class that the user knows
+        raise UserError(f"{where} {problem}; see Task.collate in trainer/task.py")
 
     if not isinstance(batch, dict):
         refuse(f"must return a dict of tensors, not a {type(batch).__name__}")
