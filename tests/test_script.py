@@ -373,6 +373,22 @@ def test_what_does_not_belong_together_is_named(call):
         call()
 
 
+def test_what_depends_on_the_batch_is_told_in_words_of_the_script(tmp_path, capsys):
+    fit(tmp_path, loss=lambda model, batch: nll(model, batch) + model(batch["x"]).mean() ** 2)
+    out = capsys.readouterr().out
+    assert "fit: the loss in train mode: 'loss' is " in out and "devices: let a sample's number depend on this" in out
+    with pytest.raises(UserError, match=r"as if it were a mean; let a sample's number depend on this sample alone"):
+        fit(tmp_path, loss=lambda model, batch: nll(model, batch) / len(batch["x"]), fresh=True)
+    fit(tmp_path, Noisy(np.random.default_rng(0).random), fresh=True)
+    assert "fit: the loss in train mode: 'x' of the same samples differs when it" in capsys.readouterr().out
+
+
+def test_the_loss_of_another_file_is_refused(tmp_path):
+    fit(tmp_path)
+    with pytest.raises(UserError, match=r"^fit, with the loss in .*torch.*: the checkpoint is from fit, with the loss"):
+        fit(tmp_path, loss=nn.functional.l1_loss, max_steps=8)
+
+
 def test_a_loader_says_what_is_taken_of_it(tmp_path, capsys):
     fit(tmp_path, loader(shuffle=True, drop_last=True, batch_size=7), val=loader(batch_size=5))
     out = capsys.readouterr().out

@@ -137,3 +137,9 @@ def without_folder(name: str) -> str:
     """Returns a value of `--task` without the folder of its file, which may differ between machines."""
     file, colon, class_name = name.rpartition(":")
     return f"{Path(file).name}{colon}{class_name}"
+
+
+def told(name: str) -> str:
+    """Returns a value of `--task` for messages: with its flag, or for the class that `fit` made, as a call of `fit`."""
+    file, _, class_name = name.rpartition(":")
+    return f"fit, with the loss in {file}" if class_name == SCRIPT else f"--task {name}"

@@ -92,6 +92,8 @@ class Script(Task):
 class Rows(Objective):
     """Objective of a model and a loss function that returns one number per sample."""
 
+    loss_name = "fit: the loss"
+
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__(model)
         self._loss = loss

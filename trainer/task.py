@@ -117,6 +117,9 @@ class Objective(SeesConversions):
     add up to the loss of the whole batch. Use False for a `joint_loss`, which does not depend on the micro-batch size.
     """
 
+    loss_name: ClassVar[str] = ""
+    """Name in messages of a loss function that returns one number per sample; "": messages name `forward`."""
+
     def __init__(self, model: nn.Module, helpers: Mapping[str, nn.Module] | None = None) -> None:
         super().__init__()
         self.model = model

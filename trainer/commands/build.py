@@ -87,7 +87,7 @@ from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.group import Group
 from trainer.parallel.process_group import ProcessGroup
 from trainer.parallel.strategy import SingleDevice, Strategy
-from trainer.registry import without_folder
+from trainer.registry import told, without_folder
 from trainer.task import Objective, Task, validation_sets
 
 TOO_LARGE = re.compile("overflow|not enough memory|allocate memory|out of memory|too big|dimension exceeded", re.I)
@@ -157,15 +157,15 @@ def build_task(flags: Flags) -> Task:
     random.seed(flags.run.seed)
     np.random.seed(flags.run.seed % 2**32)
     torch.manual_seed(flags.run.seed)
-    with flags.telling_origins(), refusing_sizes(f"--task {flags.run.task}: its data", "use less data"):
+    with flags.telling_origins(), refusing_sizes(f"{told(flags.run.task)}: its data", "use less data"):
         task = _new_task(flags)
         check_task(task)
         splits = task.splits()
         phases = {f"of the phase {phase!r}": task.training_data(phase) for phase in task.phases}
         for name, dataset in {**{repr(name): dataset for name, dataset in splits.items()}, **phases}.items():
-            require_keyed(dataset, f"--task {flags.run.task}: its data set {name}")
+            require_keyed(dataset, f"{told(flags.run.task)}: its data set {name}")
             if len(dataset) == 0:
-                raise UserError(f"--task {flags.run.task}: its data set {name} is empty; give data with samples")
+                raise UserError(f"{told(flags.run.task)}: its data set {name} is empty; give data with samples")
     patience = flags.learning.early_stopping_patience
     given = [f"--early-stopping-patience {patience}"] if patience else []
     given += ["--schedule plateau"] if flags.learning.schedule == "plateau" else []
@@ -186,7 +186,7 @@ def _new_task(flags: Flags) -> Task:
             raise
         name, own = flags.task_type.__name__, ", ".join(vars(flags.task)) or "none"
         raise UserError(
-            f"--task {flags.run.task}: {name} reads config.{error.name}, but the task has no such flag (it has "
+            f"{told(flags.run.task)}: {name} reads config.{error.name}, but the task has no such flag (it has "
             f"{own}); add a field to {name}.Config; config does not contain the trainer's own flags, such as --lr"
         ) from None
 
@@ -351,7 +351,7 @@ def prepare_training(
     All processes must call it with identical weights. orders: sample order of each phase. Returns the CPU time in
     seconds of a trial forward (maximum over phases). Raises UserError if a method of the task gives an invalid result.
     """
-    check_same_parameters(learner.objective, strategy.group, f"--task {flags.run.task}")
+    check_same_parameters(learner.objective, strategy.group, f"{told(flags.run.task)}")
     with strategy.unsharded(learner.objective):
         task.check_weights(learner.objective)
     if task.fitted:
@@ -476,19 +476,19 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
         objective = task.build_objective()
         if not (isinstance(objective, Objective) and isinstance(objective.model, nn.Module)):
             account = f"must return an Objective with a model, not a {type(objective).__name__}"
-            raise UserError(f"--task {flags.run.task}: build_objective {account}")
+            raise UserError(f"{told(flags.run.task)}: build_objective {account}")
         check_signatures(objective, Objective)
         stray = set(objective.state_dict()) - {f"model.{name}" for name in objective.model.state_dict()}
         if stray:
             raise UserError(
-                f"--task {flags.run.task}: {type(objective).__name__} holds {', '.join(sorted(stray)[:3])} outside "
+                f"{told(flags.run.task)}: {type(objective).__name__} holds {', '.join(sorted(stray)[:3])} outside "
                 "its `model`, but only the model is trained and saved; pass one module that holds everything to "
                 "train (`super().__init__(nn.ModuleDict(...))`), and frozen modules such as a teacher as `helpers` "
                 "(`super().__init__(model, helpers={...})`)"
             )
-        check_helpers(objective, f"--task {flags.run.task}: build_objective", strategy.num_replicas)
+        check_helpers(objective, f"{told(flags.run.task)}: build_objective", strategy.num_replicas)
         check_blocks(task, objective.model)
-        check_tensors(objective.model, f"--task {flags.run.task}: build_objective")
+        check_tensors(objective.model, f"{told(flags.run.task)}: build_objective")
         refuse_joint(objective, strategy, flags.blocks.compile)
         refuse_sam(rho, objective, strategy)
         return with_dense_tensors(module_in_dtype(objective, precision.dtype))

@@ -15,7 +15,7 @@ from trainer.config import flag_values, options, shown
 from trainer.flags import CheckpointFlags
 from trainer.loop.plan import Plan
 from trainer.loop.progress import Progress
-from trainer.registry import is_same_task
+from trainer.registry import is_same_task, told
 from trainer.task import Task
 
 START_FLAGS = {option.name for option in options(CheckpointFlags).values() if option.from_record != "taken"}
@@ -144,7 +144,7 @@ class Changes:
         task, optimizer, num_phases = self.now["task"], self.now["config"]["--optimizer"], len(self._task.phases)
         if not is_same_task(self.then["task"], task):
             raise UserError(
-                f"--task {task}: the checkpoint is from --task {self.then['task']}; choose another --save-dir"
+                f"{told(task)}: the checkpoint is from {told(self.then['task'])}; choose another --save-dir"
             )
         if (before := self.then["config"]["--optimizer"]) != optimizer:
             raise UserError(

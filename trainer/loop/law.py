@@ -38,6 +38,10 @@ ADVICE = (
     "return sums over the samples, with reduction='sum'; multiply a number that is not a sum over samples, such as a "
     "penalty, by batch['weight'].sum()"
 )
+ON_ROWS = (
+    "let a sample's number depend on this sample alone, not on the batch or its size; a loss that compares samples "
+    "needs a task with `joint_loss`, as docs/own_task.md shows"
+)
 
 NUM_ROWS, MORE_IN_HALVES, LESS_TWICE = 16, 1.25, 1.6
 """Number of samples and two factors for checking a joint loss. The loss looks like a mean if the losses of two halves
@@ -137,7 +141,8 @@ def _of_mode(
             if objective.is_joint:
                 twice = {name: torch.cat([value, value]) for name, value in whole.items()}
                 return _joint_mean(where, len(whole["weight"]), total, parts, sums(twice, 0))
-            return _compared(where, _closeness(learner), total, parts, [whole, first, other], sums, clock)
+            advice = ON_ROWS if objective.loss_name else ADVICE
+            return _compared(where, advice, _closeness(learner), total, parts, [whole, first, other], sums, clock)
     finally:
         for module, mode in modes:
             module.training = mode
@@ -157,6 +162,7 @@ def _joint_mean(where: str, num_samples: int, whole: Sums, parts: Sequence[Sums]
 
 def _compared(
     where: str,
+    advice: str,
     close: float,
     whole: Sums,
     parts: Sequence[Sums],
@@ -176,6 +182,13 @@ def _compared(
     found = _means(whole, total, PERHAPS)
     if not differ and not found:
         return []
+    for name, value in batches[1].items():
+        reread = batches[0][name][: len(value)]
+        if value.shape == reread.shape and ((value != reread) & (value == value)).any():  # NaN equals nothing
+            return [
+                f"{where}: {name!r} of the same samples differs when it is read again, so a resumed run does not learn "
+                "the same; let the data draw random numbers as section 2 of docs/own_task.md describes"
+            ]
     again = sums(batches[0], 1)
     if any(not torch.equal(value, again.get(name, value)) for name, value in whole.items()):  # the forward is random
         if not found or not clock.allows(2 * NUM_PARTS * NUM_SEEDS, MOST_S):
@@ -187,11 +200,11 @@ def _compared(
         one, both = (f"{float(value[name].double().sum()):.5g}" for value in (whole, total))
         account = f"{where}: {name!r} is {one} for {num_samples} samples, but {both} as the sum of {NUM_PARTS} halves"
         if name in found:
-            raise UserError(f"{account}, as if it were a mean; {ADVICE}")
-        return [
-            f"{account}, so results depend on --batch-size and the number of devices. If it is not a sum over the "
-            f"samples, {ADVICE}. If it compares samples, write `outputs` and `joint_loss`; see docs/own_task.md."
-        ]
+            raise UserError(f"{account}, as if it were a mean; {advice}")
+        if advice == ADVICE:
+            advice = f"if it is not a sum over the samples, {ADVICE}; if it compares samples, write `outputs` and "
+            advice += "`joint_loss`; see docs/own_task.md"
+        return [f"{account}, so results depend on --batch-size and the number of devices: {advice}."]
     return []
 
 

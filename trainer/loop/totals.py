@@ -134,6 +134,8 @@ def require_sums(sums: object, objective: nn.Module, phase: str | None) -> None:
 def forward_name(objective: nn.Module, phase: str | None) -> str:
     """Returns the name of an objective's forward for messages. phase: training phase, or None in eval mode."""
     name = type(objective).__name__
+    if isinstance(objective, Objective) and objective.loss_name:
+        return f"{objective.loss_name} in {'eval' if phase is None else 'train'} mode"
     if phase is None:
         return f"{name}.forward(batch) in eval mode"
     if isinstance(objective, Objective) and objective.is_joint:
