@@ -20,7 +20,7 @@ NAMES_IN_TEXT = (
     (r"(python )?\bmain(_multi_gpu)?\.py\b", "lockstep"),
     (r"(python )?\bprofiler\.py\b", "lockstep profile"),
     (r"\bfrom (profiler|trainer) import", "from lockstep import"),
-    (r"(?<![\w./])trainer\.(?=(fit|load|gather|Task|Logger|FlagGroup|Objective|SavedRun)\b)", "lockstep."),
+    (r"(?<![\w./])trainer\.(?=(fit|load|gather|from_\w+|[A-Z]\w+)\b)", "lockstep."),
 )
 """Patterns for names of programs and public names in a clone, and their replacements in the package."""
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import trainer
 from tests.conftest import ROOT, results_of
 from tests.helpers.own_project import POINTS, SIDES
 from tests.helpers.processes import free_port
@@ -100,6 +101,7 @@ def test_the_package_is_alone_and_names_nothing_outside_itself(site):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 assert node.value.partition(":")[0] not in modules, f"{path}: {node.value}: no import finds it here"
         assert not re.search(r"\b(main|profiler|main_multi_gpu)\.py\b", path.read_text()), path
+        assert not re.search(rf"(?<!lockstep\.)\btrainer\.({'|'.join(trainer.__all__)})\b", path.read_text()), path
     assert (site / "lockstep" / "configs" / "har" / "4gpu.toml").is_file()
 
 
