@@ -303,8 +303,8 @@ REFUSED = {
     ),
     "a number": ({"loss": lambda model, batch: {"loss": nll(model, batch), "n": 3}}, "returned a int for 'n'"),
     "no loss": ({"loss": lambda model, batch: {"nll": nll(model, batch)}}, "the loss returned nll, but must return 'l"),
-    "no function": ({"loss": "nll"}, "fit: loss 'nll': must map a model and a batch"),
-    "a loss of torch": ({"loss": nn.CrossEntropyLoss()}, "fit: loss CrossEntropyLoss(): must map a model"),
+    "no function": ({"loss": "nll"}, "fit: loss of type str: must map a model and a batch"),
+    "a loss of torch": ({"loss": nn.CrossEntropyLoss()}, "fit: loss of type CrossEntropyLoss: must map a model"),
     "no data": ({"train": None}, "fit, train: its data set (NoneType): needs a map-style dataset with `__len__`"),
     "a name of the trainer": (
         {"names": ("x", "index"), "loss": lambda model, batch: model(batch["x"]).sum(1)},
@@ -313,6 +313,16 @@ REFUSED = {
     "whole weights": (
         {"train": {"x": X, "y": Y, "weight": Y + 1}, "names": None},
         "the data set must give batch['weight'] one floating-point number per sample, not torch.int64 of shape (4,)",
+    ),
+    "a file": ({"train": "a.csv"}, "fit, train: its data set (str): needs a data set, not the text 'a.csv'; read"),
+    "a name twice": ({"names": ("x", "x")}, "its items have 2 value(s); give each its own name, as in names="),
+    "a number as a name": (
+        {"loss": lambda model, batch: {"loss": nll(model, batch), 3: batch["y"].double()}},
+        "fit: the loss in train mode returns a value named 3 of type int; name it by a string",
+    ),
+    "no names of items": (
+        {"train": Pairs(), "names": None},
+        "fit, train: its data set (Pairs, names=None): its items have 2 value(s)",
     ),
     "no names": ({"names": None}, "fit, train: its data set (TensorDataset, names=None): its items have 2 value(s)"),
     "a lazy model": (
@@ -367,10 +377,17 @@ def test_mistakes_are_named(settings, message, tmp_path):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("call", [lambda: trainer.fit(net(), TRAIN), lambda: trainer.fit("har", TRAIN)])
-def test_what_does_not_belong_together_is_named(call):
-    with pytest.raises(UserError, match="fit"):
-        call()
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((net(), TRAIN), r"fit\(model, train, loss\): pass training data and a loss"),
+        (("har", TRAIN), "fit: 1 more positional arguments follow 'har'"),
+        ((nn.Linear, TRAIN, nll), r"fit: Linear is a class of models; pass an instance, such as Linear\(...\)"),
+    ],
+)
+def test_what_does_not_belong_together_is_named(arguments, message):
+    with pytest.raises(UserError, match=message):
+        trainer.fit(*arguments)
 
 
 def test_what_depends_on_the_batch_is_told_in_words_of_the_script(tmp_path, capsys):

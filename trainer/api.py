@@ -198,6 +198,8 @@ def load(run_directory: str | Path, task: type[Task] | None = None) -> nn.Module
 
 def _task_of(task: Any, script: Sequence[Any], settings: dict[str, Any]) -> type[Task]:
     """Returns the task class for the first argument of `fit`; removes from `settings` what is not a flag."""
+    if isinstance(task, type) and issubclass(task, nn.Module):
+        raise UserError(f"fit: {task.__name__} is a class of models; pass an instance, such as {task.__name__}(...)")
     if isinstance(task, nn.Module):
         if len(script) != 2:
             raise UserError("fit(model, train, loss): pass training data and a loss function after the model")
@@ -295,7 +297,8 @@ def _run_as_rank(
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
         runpy.run_path(file, run_name="__main__")
-    to_stderr(f"{file}: rank {environment.rank} did not reach call {number + 1} of fit; all ranks must reach it")
+    place = f"rank {environment.rank} did not reach call {number + 1} of fit, or went on after it"
+    to_stderr(f"{file}: {place}; let all ranks reach the call, and do not catch its SystemExit")
     return EXIT_BAD_INPUT
 
 

@@ -19,7 +19,7 @@ from trainer.common.errors import UserError
 from trainer.config import FlagGroup, flag
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.order import SampleKeys
-from trainer.loading.torch_datasets import from_dataset, is_keyed
+from trainer.loading.torch_datasets import KeyedItems, from_dataset, is_keyed
 from trainer.parallel.devices import pick_device
 from trainer.registry import SCRIPT
 from trainer.task import Objective, ParamGroup, Sums, Task
@@ -68,7 +68,10 @@ class Script(Task):
         if is_keyed(dataset):
             return dataset
         try:
-            return from_dataset(dataset, self.job.collate or collate, seed=self.seed, names=self.job.names)
+            keyed = from_dataset(dataset, self.job.collate or collate, seed=self.seed, names=self.job.names)
+            if isinstance(keyed, KeyedItems):
+                keyed.source = f"fit, {name}: its data set ({type(dataset).__name__})"
+            return keyed
         except UserError as error:
             raise UserError(f"fit, {name}: {error}".replace("from_dataset(", "its data set (", 1)) from None
 
@@ -127,7 +130,8 @@ def task_of(model: nn.Module, train: Any, loss: Loss, settings: dict[str, Any]) 
     others = {split: settings.pop(split, None) for split in ("val", "test")}
     sources = {"train": train} | {split: source for split, source in others.items() if source is not None}
     if not callable(loss) or type(loss).__module__ == nn.modules.loss.__name__:
-        raise UserError(f"fit: loss {loss!r}: must map a model and a batch to a number for each sample")
+        account = "must map a model and a batch to a number for each sample; call fit(model, train, loss)"
+        raise UserError(f"fit: loss of type {type(loss).__name__}: {account}")
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(value):
             raise UserError(f"fit: {name} of the model has no shape before the first forward pass; call the model once")

@@ -53,6 +53,10 @@ def from_dataset(
         raise UserError(_iterable(f"from_dataset({kind})"))
     if isinstance(dataset, DataLoader):
         raise UserError("from_dataset(DataLoader): a DataLoader makes its own batches; pass `loader.dataset`")
+    if isinstance(dataset, str | bytes):
+        raise UserError(
+            f"from_dataset({kind}): needs a data set, not the text {dataset!r}; read a file's samples first"
+        )
     for method in ("__len__", "__getitem__"):
         if not hasattr(dataset, method):
             raise UserError(f"from_dataset({kind}): needs a map-style dataset with `{method}`")
@@ -141,8 +145,10 @@ class KeyedItems:
             return dict(batch)
         parts = batch if isinstance(batch, tuple | list) else (batch,)
         names = self.names or own_names or ()
-        if len(names) != len(parts):
-            raise UserError(f'{where}: its items have {len(parts)} value(s); name each, as in names=("image", "label")')
+        if len(names) != len(parts) or len(set(names)) < len(names):
+            raise UserError(
+                f'{where}: its items have {len(parts)} value(s); give each its own name, as in names=("image", "label")'
+            )
         return dict(zip(names, parts, strict=True))
 
 

@@ -117,6 +117,8 @@ def require_sums(sums: object, objective: nn.Module, phase: str | None) -> None:
         problem = f"must return a tensor for {name!r}, a sum over the samples, not a {type(value).__name__}"
         if isinstance(value, int | float):
             problem += "; return the tensor itself instead of float(...), or batch['weight'].sum() for a count"
+    elif strange := [name for name in sums if not isinstance(name, str)]:
+        problem = f"returns a value named {strange[0]!r} of type {type(strange[0]).__name__}; name it by a string"
     elif "weight" in sums:
         problem = "returns 'weight', a name reserved for the number of loss terms; rename it"
     elif phase is None:
