@@ -351,7 +351,7 @@ def prepare_training(
     All processes must call it with identical weights. orders: sample order of each phase. Returns the CPU time in
     seconds of a trial forward (maximum over phases). Raises UserError if a method of the task gives an invalid result.
     """
-    check_same_parameters(learner.objective, strategy.group, f"{told(flags.run.task)}")
+    check_same_parameters(learner.objective, strategy.group, told(flags.run.task))
     with strategy.unsharded(learner.objective):
         task.check_weights(learner.objective)
     if task.fitted:
