@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import profiler
 from data.har.recording import read_new_windows
-from data.knowledge_graph.catalogue import ItemLists
+from data.knowledge_graph.catalogue import NO_TRIPLES, Catalogue, ItemLists
 from data.knowledge_graph.new_users import read_users
 from data.speech.reader import read_recordings
 from data.tabular.reader import read_table
@@ -291,7 +290,7 @@ def case_of_file(task: str, flag: str, name: str, content: bytes) -> Case:
 
 def read_users_of_two(path: Path) -> object:
     some = ItemLists.of_pairs(np.array([0, 1]), np.array([0, 1]), 2)
-    return read_users(path, SimpleNamespace(train=some, names=((), (), ())))  # type: ignore[arg-type]
+    return read_users(path, Catalogue(2, 2, some, some, some, NO_TRIPLES, ()))
 
 
 READERS = {
