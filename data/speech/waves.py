@@ -1,6 +1,6 @@
 """Augments the audio of a whole batch on a device; the module `augmentation` augments single recordings on the CPU.
 
-Audio is (B, S) float32, padded with zeros; it differs from the CPU's result by less than -100 dB. Lengths and other
+Audio is (B, S) float32, padded with zeros; GPU and CPU results differ by less than -100 dB. Lengths and other
 numbers per row are arrays (B,) on the CPU, which `here` (`Movable.here`) copies to the device.
 """
 

@@ -136,7 +136,7 @@ def record(needed: Mapping[str, Kind], others: Mapping[str, Kind] | None = None,
 
 
 def plain(name: str, value: Any) -> None:
-    """Requires None, a bool, number or string, or a list, tuple or dict of such values."""
+    """Requires a plain value: None, a bool, number or string, or a list, tuple or dict of plain values."""
     if isinstance(value, list | tuple):
         each(plain)(name, value)
     elif isinstance(value, dict):

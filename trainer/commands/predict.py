@@ -66,7 +66,7 @@ def _refuse_to_harm(output: Path, run: TrainedRun, task: Task) -> None:
     target, given = output.resolve(), f"--output {output}"
     is_in_run = (run.folder / MANIFEST).exists() and run.folder.resolve() in target.parents
     if is_in_run and target.suffix.lower() != ".csv":
-        raise UserError(f"{given}: could overwrite a file of the run; use a .csv name or a path outside the run")
+        raise UserError(f"{given}: could overwrite a file of the run; use a name that ends in .csv, or another folder")
     for field in fields(task.config):
         path = getattr(task.config, field.name)
         if isinstance(path, Path) and path.resolve() in (target, *target.parents):

@@ -146,7 +146,7 @@ class MemoryGuard:
     def _halve(self, phase: int) -> str:
         """Halves samples per forward in all phases; returns a description of the change to `phase`.
 
-        Raises UserError with `--parts`, or if a single sample did not fit into memory.
+        Raises UserError if `--parts` was given, or if a single sample did not fit into memory.
         """
         before, num_parts = self.splits[phase], self._strategy.num_parts
         if num_parts:
