@@ -209,6 +209,7 @@ class Faulty(Weighted):
             if not isinstance(dataset, FaultySequences):
                 dataset.__class__ = FaultySequences
                 dataset.fault = Fault()
+                dataset.fault.calls = -2  # the two readings of samples at the start are not counted
         return splits
 
     def build_objective(self):

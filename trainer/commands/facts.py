@@ -98,11 +98,13 @@ def batches_of(task: Task) -> dict[str, Batch]:
 
 def remarks_on_weights(task: Task) -> list[str]:
     """Names the data sets that have a field "weight" with other values than 1, unless the task has its own collate."""
+    if type(task).collate is not Task.collate:
+        return []
     weights = {name: batch["weight"] for name, batch in batches_of(task).items()}
     found = [
         f"{name} ({weight.min():g} to {weight.max():g})" for name, weight in weights.items() if (weight != 1).any()
     ]
-    if not found or type(task).collate is not Task.collate:
+    if not found:
         return []
     each = f"the field 'weight' of a few samples of {', '.join(found)}"
     return [f"Weights: {each}. The sums of the loss and of all metrics are divided by the sum of the weights."]
