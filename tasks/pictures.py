@@ -40,8 +40,8 @@ def drawable(text: str) -> str:
 def draw_bars(names: Sequence[str], shares: Sequence[float]) -> np.ndarray:
     """Draws a horizontal bar for each name, labelled with its share in percent.
 
-    names: only the end of a long name is drawn, because the end distinguishes URLs and paths. shares: at least 0; the
-    bar of the largest share fills the width. Returns (height, WIDTH, 3) uint8.
+    names: only the end of a long name is drawn. shares: at least 0; the bar of the largest share fills the width.
+    Returns (height, WIDTH, 3) uint8.
     """
     small = font(SMALL)
     names = [_shortened(drawable(name)) for name in names]

@@ -329,8 +329,8 @@ class SpeechTask(Task):
     def _long_enough(self, part: np.ndarray) -> np.ndarray:
         """Returns the training utterances that have enough frames for CTC even at the highest augmented speed.
 
-        Validation and test sets keep shorter utterances, because such utterances occur in practice. Raises UserError if
-        all training utterances are too short, or if any is too short and --on-bad is refuse.
+        Validation and test sets keep shorter utterances. Raises UserError if all training utterances are too short, or
+        if any is too short and --on-bad is refuse.
         """
         corpus, model = self.corpus, self._build_model()
         needed = np.array([shortest_frames(self.alphabet.encode(text)) for text in corpus.transcripts])

@@ -137,9 +137,8 @@ def _remarks(rows: Rows, label: str, pieces: Sequence[Recording]) -> Iterator[st
 def doubt_about_units(windows: NewWindows, channels: Sequence[str], mean: np.ndarray, std: np.ndarray) -> str:
     """Describes sensors whose values are far larger or smaller than in training; returns "" if there are none.
 
-    mean, std: (C,), statistics of the training channels. A sensor's channels x, y and z are judged together, so
-    its orientation does not matter. Small values can result from little motion, so they are reported only if the
-    sensor measures a constant component, such as gravity.
+    mean, std: (C,), statistics of the training channels. A sensor's channels x, y and z are judged together. Small
+    values are reported only if the sensor measures a constant component, such as gravity.
     """
     told: list[str] = []
     found = windows.signals.mean(axis=(0, 2), dtype=np.float64), windows.signals.std(axis=(0, 2), dtype=np.float64)

@@ -133,7 +133,7 @@ class Rows:
 def key_of_name(text: str) -> str:
     """Normalises a name: 1, 01 and 1.0 become equal, as do yes and YES; marks of missing values, such as NA, become "".
 
-    Single letters keep their case, since codes may use both a letter and its capital.
+    Single letters keep their case.
     """
     text = " ".join(text.split())
     if text in MISSING:

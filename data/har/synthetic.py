@@ -2,9 +2,7 @@
 
 A person performs activities in bouts. The body accelerates and turns with the harmonics of the stride, or sways. The
 posture determines the direction of gravity. People wear the phone at the waist in slightly different positions, and
-sensors add noise and a bias. Two people's walks differ more than one person's walking and stair climbing do. So a
-model must learn features that generalise to other people: amplitudes and phases of harmonics, which are nonlinear
-functions of a window.
+sensors add noise and a bias. Two people's walks differ more than one person's walking and stair climbing do.
 
 In the body frame, x is up, y left, z forward; a phone that hangs straight measures in this frame.
 """

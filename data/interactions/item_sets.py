@@ -15,8 +15,7 @@ class ItemSets(Movable):
     """Distinct items of each user, and a numbering of all other items.
 
     For a user's items s_0 < s_1 < ..., the r-th other item (r from 0, items from 1) is r + 1 + j, where j is the number
-    of k with s_k - 1 - k <= r, since s_k - 1 - k other items are smaller than s_k. A binary search finds j for many
-    users at once, so a uniform r gives a uniform other item without rejection sampling.
+    of k with s_k - 1 - k <= r, since s_k - 1 - k other items are smaller than s_k.
 
     offsets: (num_users + 1,) int64; user u has items[offsets[u] : offsets[u + 1]].
     items: (m,) int32, ascending for each user.
@@ -64,8 +63,7 @@ class ItemSets(Movable):
     def _num_smaller(self, users: Array, r: Array) -> Array:
         """Returns how many items of each user's set are smaller than the r-th item outside the set: (B, n).
 
-        A CPU searches only each user's thresholds, to read less memory; a GPU searches all thresholds in a single
-        kernel.
+        A CPU searches only each user's thresholds; a GPU searches all thresholds in a single kernel.
         """
         wanted, first = users[:, None] * (self.num_items + 1) + r, self.offsets.take(users)[:, None]
         if not on_host(r):
@@ -109,7 +107,7 @@ def distinct_below(bits: Array, limit: Array) -> Array:
 
     All rounds run at once. A draw was chosen before if an earlier round drew it (sorting shows this), or if it is the
     last number of an earlier round that chose its last number. So each round points to the round whose last number it
-    drew; the loop follows chains of pointers, and doubles the followed length in each iteration.
+    drew.
     """
     num, least = bits.shape[1], (limit - bits.shape[1])[:, None]
     round_ = arange_like(num, bits)

@@ -53,8 +53,8 @@ def load_interactions(
     A file has one interaction per line. Tabs, `::`, semicolons, commas, | or blanks separate the columns; `find_layout`
     detects what these contain. Fields may be quoted unless `::` or blanks separate them. JSON lines and parquet are
     supported too. Users and items may have any names and are numbered in order of names, or by value if all are whole
-    numbers. Repeated interactions are kept, since people buy again, but lines with equal user, item and time count
-    once. Without times, file order is time order.
+    numbers. Repeated interactions are kept, but lines with equal user, item and time count once. Without times, file
+    order is time order.
 
     path: a file, plain or compressed with gzip, bzip2 or xz; or a folder, `.zip` or `.tar.gz` that contains
     `ratings.dat`, `u.data` or `ratings.csv`, or else a single table (`TABLES`), or files with equal columns for

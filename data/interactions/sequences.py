@@ -167,7 +167,7 @@ class _Candidates(Movable):
 class EvaluationSequences(Movable):
     """Data set of held-out items, each with negatives and a history: the user's earlier items, at least one.
 
-    Samples are sorted by history length, so that batches need little padding.
+    Samples are sorted by history length.
 
     users: (n,) int64, the user of each sample.
     """
@@ -331,9 +331,8 @@ def scaled_times(interactions: Interactions, times: np.ndarray, counts: np.ndarr
     """Returns times since each user's first time, divided by the user's smallest gap and rounded, plus 1: (n,) int32.
 
     counts: (n,) bool, whether the nonzero gap before an interaction counts; None: all do. If none of a user's
-    gaps counts, the divisor is 1 s. If only gaps before training interactions count, training does not depend on later
-    times. Li, Wang and McAuley, "Time
-    interval aware self-attention for sequential recommendation", WSDM 2020.
+    gaps counts, the divisor is 1 s. Li, Wang and McAuley, "Time interval aware self-attention for sequential
+    recommendation", WSDM 2020.
     """
     users, _ = numbered(np.diff(interactions.offsets))
     gaps = np.diff(times)

@@ -10,9 +10,8 @@ SHORT_GAPS separate the items of a visit, and LONG_GAPS separate visits. Three r
 - The thread, a run of sequels, continues until it ends or the user **begins another thread** with a similar leap, whose
   sequels follow.
 
-So popularity can predict only leaps, while the history predicts sequels. The items do not show whether a leap is
-followed by its own sequel or by the sequel of the item before the leap, but the time before the leap does: after a
-short gap the leap began a thread, and after a long gap it opened a visit.
+The items do not show whether a leap is followed by its own sequel or by the sequel of the item before the leap, but the
+time before the leap does: after a short gap the leap began a thread, and after a long gap it opened a visit.
 """
 
 from pathlib import Path

@@ -33,11 +33,10 @@ class BprSamples(Movable):
     def __init__(self, catalogue: Catalogue, seed: int, draw: Literal["users", "interactions"] = "users") -> None:
         """Creates the data set. draw: "users" or "interactions".
 
-        "users": in each epoch, users come from one random permutation after another, so a batch rarely contains a user
-        twice. The positive is drawn uniformly from the user's items, as in the published code of KGAT. "interactions":
-        sample i is interaction i.
+        "users": in each epoch, users come from one random permutation after another. The positive is drawn uniformly
+        from the user's items, as in the published code of KGAT. "interactions": sample i is interaction i.
 
-        Raises UserError if a user has all items, which leaves no negative.
+        Raises UserError if a user has all items.
         """
         train = catalogue.train
         self._items = train.items

@@ -20,8 +20,7 @@ def hold_out(
     """Splits lists into kept and held-out items. share: fraction of each user's items to hold out, 0 <= share < 1.
 
     The held-out items have the smallest hashes or, given times (n,), are the latest. A fractional number of items is
-    rounded up with a probability equal to its fractional part, so that users with few items contribute their share.
-    Every user keeps at least one item.
+    rounded up with a probability equal to its fractional part. Every user keeps at least one item.
     """
     users, sizes = lists.users, lists.sizes
     words = random_bits(seed, 0, users << 32 | lists.items, 1, stream)[:, 0]

@@ -5,9 +5,7 @@ writes for an imprint, mostly in one genre. A reader follows two authors and a s
 the more of these a book matches, the more probably the reader borrows it. Half of all books are better known than the
 other half.
 
-Most books are borrowed too rarely for the interactions to show such tastes, but the graph shows which books share an
-author, a series, a genre or, through their authors, an imprint. The year and the printer of a book do not affect what
-readers borrow.
+The year and the printer of a book do not affect what readers borrow.
 """
 
 from pathlib import Path

@@ -102,7 +102,7 @@ def _kernels(up: int, down: int) -> np.ndarray:
     """Returns filters for output samples 0 to up - 1: (up, odd length) float32.
 
     A filter is centred on the input sample at or before its output sample. It is a Kaiser-windowed sinc whose weights
-    add up to 1, so a constant signal is unchanged.
+    add up to 1.
     """
     cutoff = _ROLL_OFF * min(1.0, up / down)  # as a share of the source's Nyquist frequency
     reach = math.ceil(_NUM_LOBES / cutoff)

@@ -24,7 +24,7 @@ def hold_out(
 ) -> dict[str, np.ndarray]:
     """Returns {"train", "val", "test"}: disjoint, ascending indices of utterances, (n,) int64 each.
 
-    The split depends on names and not on the seed, so all runs have the same test set.
+    The split depends on names and not on the seed.
 
     split: "utterance" uses the corpus's own splits; a missing "val" or "test" is a share of the training utterances,
     chosen by hashes of names. "speaker" ignores the corpus's splits and holds out all utterances of the given

@@ -150,8 +150,8 @@ class Strings(_OfCorpus):
         """Creates the data set. indices: (n,) int64, at least one, recordings of the corpus to use.
 
         alphabet: None means no targets. num_words: smallest and largest number of recordings per string, at least 1.
-        num_strings: samples per epoch. growing_epochs: number of epochs in which strings grow from single recordings
-        to their full length, since CTC learns faster from short utterances at first.
+        num_strings: samples per epoch. growing_epochs: number of epochs in which strings grow from single recordings to
+        their full length.
         """
         super().__init__(corpus, alphabet, augmenter)
         self._num_words = num_words

@@ -23,8 +23,7 @@ class ColumnCode:
     """Encoding of one column.
 
     categories: names of categories, each encoded by its position, or None for a numeric column.
-    mean, std: statistics by which numbers are standardised in float64, because float32 loses small differences between
-        large numbers; 0 and 1 for categories.
+    mean, std: statistics by which numbers are standardised in float64; 0 and 1 for categories.
     spelling: format of the column's numbers.
     """
 

@@ -34,8 +34,8 @@ class Rows:
 class Episodes:
     """Data set of problems whose context and query rows are sampled from one table.
 
-    In each problem, columns and classes are permuted, so that a model cannot learn their order. If the table has more
-    than max_classes classes, classes are merged at random.
+    In each problem, columns and classes are permuted. If the table has more than max_classes classes, classes are
+    merged at random.
 
     features: (n, m) float32. labels: (n,) int64. num_context + num_queries: at most n.
 

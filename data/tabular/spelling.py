@@ -117,7 +117,7 @@ def reading_of(texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOW
     """Detects whether a column contains numbers, and their format.
 
     The decimal sign is the point or the comma, whichever turns more rows into numbers. A column is numeric if nearly
-    all rows are numbers, or if all other rows mark missing values, for example by a single word among many numbers.
+    all rows are numbers, or if all other rows mark missing values.
 
     texts: distinct strings of the column, none in `MISSING`. counts: (len(texts),), number of rows with each string.
     likely: the decimal sign to assume if no row shows it.

@@ -82,7 +82,7 @@ class KnowledgeLightGCN(LightGCN):
 
     Layer 0 of an item is its embedding plus the mean embedding of its neighbours in the knowledge graph. Neighbours'
     embeddings come from a separate table of all entities, including items. Relation types are ignored, but a neighbour
-    counts once for each triple that links it to the item. The model needs one more sparse product than LightGCN.
+    counts once for each triple that links it to the item.
     """
 
     def __init__(

@@ -21,10 +21,9 @@ class HarNet(nn.Module):
 
     The model is a deep ensemble (Lakshminarayanan et al., 2017): it consists of several small networks, its members,
     which get the same windows and share no parameters. Each member is trained on its own loss (`member_logits`), and
-    `forward` averages the members' probabilities. Grouped convolutions compute all members in parallel.
+    `forward` averages the members' probabilities.
 
-    GroupNorm and LayerNorm normalise within a sample and a member, so samples do not affect each other. T can be any
-    length, because features are pooled over time.
+    Samples do not affect each other. T can be any length.
 
     mode: how channels are combined.
         "early": the first convolution gets all channels; this is the most accurate mode.

@@ -13,9 +13,8 @@ _LEVELS = 2**16
 def dropout_mask(shape: Sequence[int], p: float, like: Tensor) -> Tensor:
     """Returns a dropout mask with dtype and device of `like`: 0 with probability p in [0, 1), else 1 / (1 - p).
 
-    On a CPU, torch draws Bernoulli numbers one at a time, which takes 20 ns per number. This function is faster: it
-    splits each random 64-bit word into four elements, and rounds p to a multiple of 2^-16. The scale uses the rounded
-    p, so the mask's expected value is exactly 1. On a GPU and under torch.compile, torch draws the mask.
+    On a CPU, splits each random 64-bit word into four elements, and rounds p to a multiple of 2^-16. The scale uses the
+    rounded p, so the mask's expected value is exactly 1. On a GPU and under torch.compile, torch draws the mask.
     """
     if like.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(like.new_ones(shape), p)

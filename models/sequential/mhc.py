@@ -16,7 +16,7 @@ last connection lacks H_res, which does not change the mean.
 
 Initially h_post is 1, H_res is close to the identity, and h_pre sums to 1, with most weight on stream l mod n at
 connection l. All streams are equal at first, so the network computes the same function as with pre-norm residuals.
-Different h_pre give the streams different gradients; with equal h_pre the streams would stay equal during training.
+Different h_pre give the streams different gradients.
 """
 
 import math
@@ -109,8 +109,7 @@ class HyperConnection(nn.Module):
     def _projected(self, streams: Tensor) -> dict[str, Tensor]:
         """Returns a dict from the name of each `Coefficients` module to RMSNorm(vec(X)) phi, (B, T, len(phi)).
 
-        streams: X, (B, T, n, C). RMSNorm has no weight, because phi includes the weight. Dividing the product with phi
-        by the root mean square is cheaper than dividing X.
+        streams: X, (B, T, n, C). RMSNorm has no weight, because phi includes the weight.
         """
         phi = {name: part.phi for name, part in self.named_children() if isinstance(part, Coefficients)}
         flat = streams.flatten(-2)

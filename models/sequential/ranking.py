@@ -75,7 +75,7 @@ class _FullSoftmax(torch.autograd.Function):
     """Computes the loss and its gradients in chunks of positions.
 
     The gradient of the loss w.r.t. the scores is the softmax minus the one-hot target. Forward computes the gradients
-    of states and table, which are no larger than the inputs, and backward scales these gradients.
+    of states and table, and backward scales these gradients.
     """
 
     @staticmethod

@@ -48,10 +48,7 @@ class Residual(nn.Module):
 
 
 def rows(x: Tensor, last: Tensor | None) -> Tensor:
-    """Selects time step last[b] of each sequence b: (B, T, ...) -> (B, 1, ...). Returns x if `last` is None.
-
-    In inference, only the state after the last item is needed, so the last block computes a single query per sequence.
-    """
+    """Selects time step last[b] of each sequence b: (B, T, ...) -> (B, 1, ...). Returns x if `last` is None."""
     return x if last is None else x[torch.arange(x.shape[0], device=x.device), last].unsqueeze(1)
 
 
@@ -59,7 +56,7 @@ def causal_chunks(num_steps: int, device: torch.device) -> list[tuple[int, int]]
     """Returns consecutive ranges of query time steps; queries of a range need only the keys up to the range's end.
 
     On a CPU, splitting into several ranges avoids up to half of all (query, key) pairs. A single range is used on a
-    GPU, where few large kernels are faster, and in compiled or exported programs, which must accept any length.
+    GPU, and in compiled or exported programs.
     """
     if device.type != "cpu" or torch.compiler.is_compiling():
         return [(0, num_steps)]

@@ -49,8 +49,7 @@ class LogMel(nn.Module):
 
     masking_db: with normalise="utterance", level of white noise added to each frame, in decibels below the utterance's
         mean power. The noise masks weaker sounds, such as room noise in pauses.
-    normalise: statistics for normalisation to (x - mean) / std, with one mean per mel bin and one std for all bins. A
-        separate std per bin would amplify bins that distinguish speakers.
+    normalise: statistics for normalisation to (x - mean) / std, with one mean per mel bin and one std for all bins.
         "utterance": statistics of the utterance's frames.
         "fixed": statistics of the training data, which `fit_statistics` stores in the buffers `mean` and `std`.
         "running": statistics of all frames so far, combined with the "fixed" statistics, which count as PRIOR_FRAMES

@@ -40,7 +40,7 @@ class LMU(nn.Module):
         """Returns hidden states h, (B, T, hidden_size), and the final state. x: (B, T, input_size), T >= 1.
 
         state: h (B, hidden_size) and m (B, memory_size) before the first time step (default: zeros). The layer computes
-        in at least float32, also under autocast, because rounding errors accumulate.
+        in at least float32, also under autocast.
         """
         dtype = torch.promote_types(x.dtype, self.w_x.dtype)
         with torch.autocast(x.device.type, enabled=False):
@@ -63,8 +63,8 @@ class _Recurrence(torch.autograd.Function):
 
         [m_t, g_t] = G [m_(t-1), h_(t-1)] + p_t
 
-    Autograd would accumulate a gradient of G at each time step. The custom backward instead propagates only the
-    gradients of m and g through time, and then computes weight gradients by matrix products over all time steps.
+    The custom backward propagates only the gradients of m and g through time, and then computes weight gradients by
+    matrix products over all time steps.
     """
 
     @staticmethod

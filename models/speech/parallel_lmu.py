@@ -30,9 +30,8 @@ class ParallelLMU(nn.Module):
         m_t = A_d m_(t-1) + B_d u_t                   `memory_size` numbers per channel
         o_t = f(W_m m_t + W_x x_t + b_o)              `hidden_size` numbers
 
-    Time steps can be computed in parallel because u does not depend on m. For small memories and sequences, m is the
-    product of u and a Toeplitz matrix of the memory's impulse response. Otherwise W_m m is the convolution of u with
-    the kernel W_m A_d^k B_d. Fourier transforms compute it in O(n log n) operations for n time steps, without storing
+    For small memories and sequences, m is the product of u and a Toeplitz matrix of the memory's impulse response.
+    Otherwise W_m m is the convolution of u with the kernel W_m A_d^k B_d. Fourier transforms compute it without storing
     m. W_m is applied to m scaled by `orthonormal_scale`, so that initial weights use all elements of m equally.
 
     theta: window length of the memory in time steps, above 0. bidirectional: whether each channel has a second memory,

@@ -17,8 +17,8 @@ _MOST_SHOWN = 12
 class LoRALinear(nn.Linear):
     """Linear layer that adds a trained matrix, alpha / rank * lora_b @ lora_a, to a frozen weight.
 
-    lora_a: (rank, in_features), initialised like the weight of `nn.Linear`. lora_b: (out_features, rank), initially 0,
-    so adapters do not change the output at first. In the state dict, `weight` and `bias` keep their names.
+    lora_a: (rank, in_features), initialised like the weight of `nn.Linear`. lora_b: (out_features, rank), initially 0.
+    In the state dict, `weight` and `bias` keep their names.
     """
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:

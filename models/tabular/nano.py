@@ -47,8 +47,7 @@ class NanoTabular(nn.Module):
     """Classifies query rows of a table, given labelled context rows.
 
     A row is a sequence of tokens: one for its label, then one per feature. In query rows, a learned placeholder
-    replaces the label. Query rows attend only to context rows, so each prediction is independent of the other query
-    rows.
+    replaces the label. Query rows attend only to context rows.
     """
 
     shifts: Tensor

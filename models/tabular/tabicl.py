@@ -19,8 +19,7 @@ class TabICL(nn.Module):
     """Classifies query rows of a table, given labelled context rows.
 
     The default arguments are the published configuration, which has 27,051,658 parameters. A missing value is replaced
-    by its column's mean over context rows. Predictions depend on the order of columns, because cells have position
-    embeddings.
+    by its column's mean over context rows. Predictions depend on the order of columns.
     """
 
     def __init__(

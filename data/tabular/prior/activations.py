@@ -1,7 +1,5 @@
 """Random activation functions of a causal model's units, tabulated on a grid.
 
-All functions are evaluated by interpolation, so one operation can apply a different function to each table of a batch.
-
 The module uses only torch functions that treat all positions of a tensor equally: exp, log, sin, tanh and arithmetic.
 Other functions, such as F.silu, round the last elements of a tensor differently.
 """

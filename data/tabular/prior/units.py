@@ -78,7 +78,7 @@ def _weights(random: TableRandom, structure: Structure, width: int) -> Tensor:
     """Draws weights (G, NUM_LAYERS, width, width); the last dimension indexes inputs.
 
     In half of the tables, weights between different groups of units are 0; in the other half, small weights are 0. A
-    unit's weight vector has norm 1, so the unit's values, without noise, have a variance of about 1.
+    unit's weight vector has norm 1.
     """
     weights = random.normal(NUM_LAYERS, width, width)
     unit = torch.arange(width)
