@@ -149,6 +149,8 @@ def split_by_subject(
 ) -> dict[str, HarDataset]:
     """Builds data sets "train", "val" and "test" with different people; without `val_subjects`, "val" is absent.
 
+    Consecutive windows overlap, so a split of random windows would leak training data into validation.
+
     seed: seed of the augmentation. val_subjects: subset of `training_subjects`.
     augmentation: changes of training windows.
     """
