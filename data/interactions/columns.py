@@ -170,8 +170,8 @@ def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice,
         )
     if choice == FIND_OUT and _are_unlike(first, second):
         raise UserError(
-            f"{where}: {', '.join(first)}: is not recognised as a line of column names, but has text where the next "
-            "line has numbers; specify --user-column and --item-column"
+            f"{where}: the first line, {', '.join(first)}, is not recognised as column names, but has text where the "
+            "next line has numbers; specify --user-column and --item-column"
         )
     usual = {"user": 0, "item": 1}
     found: dict[str, int | None] = {}

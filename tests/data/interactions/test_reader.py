@@ -370,7 +370,7 @@ def test_columns_are_the_named_columns(load, content, chosen) -> None:
         ("1,2,3.5,99.9\n", {}, "no column after the item begins with a date"),
         ("1,2,978300030,978300040\n", {}, "several columns begin with a date"),
         ("1 2 2023-11-20 05:05:46\n", {}, "has date and time of day in separate columns; join them"),
-        ("abonnent,title\n1,2\n", {}, "abonnent, title: is not recognised as a line of column names, but"),
+        ("abonnent,title\n1,2\n", {}, "the first line, abonnent, title, is not recognised as column names, but"),
         ("user,item,time\n1,2,3\n", {"time": "at"}, "^--time-column at: .* no such column; the columns are "),
         ("1,2,978300030\n", {"item": "4"}, "^--item-column 4: .* has no such column; give a number from 1 to 3"),
         ("user,item,time,order_date\n1,2,1830,2024-01-15\n", {}, "the column time begins with '1830', which is "
