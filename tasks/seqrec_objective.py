@@ -98,7 +98,7 @@ class SeqrecObjective(Objective):
 
 
 def without_seen(scores: Tensor, batch: Batch) -> Tensor:
-    """Sets scores (B, num_items + 1) of the batch's "seen" items to -inf in place; returns the scores."""
+    """Sets entries of scores, (B, num_items + 1), to -inf for the batch's "seen" items; returns the scores."""
     return scores.scatter_(1, batch["seen"], -torch.inf) if "seen" in batch else scores
 
 

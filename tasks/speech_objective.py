@@ -33,8 +33,8 @@ class SpeechObjective(Objective):
     def __init__(
         self, model: SpeechRecogniser, decode: Callable[[Recognised], Tensor], longest: int, consistency: float = 0.0
     ) -> None:
-        """decode: returns each utterance's symbols, padded with 0. longest: largest number of symbols of a text in
-        evaluation. consistency: weight of the divergence between predictions for two augmented
+        """decode: returns each utterance's symbols, padded with 0. longest: number of symbols of the longest
+        text in evaluation. consistency: weight of the divergence between predictions for two augmented
         views of each training utterance; 0 uses one view.
         """
         super().__init__(model)

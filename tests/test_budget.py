@@ -7,7 +7,7 @@ from tests.helpers import budget
 
 LINES_AND_FILES = {
     "checkpoint": (1996, 7),
-    "commands": (3322, 15),
+    "commands": (3320, 15),
     "common": (959, 8),
     "failure": (668, 4),
     "loading": (1750, 11),

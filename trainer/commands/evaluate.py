@@ -165,9 +165,7 @@ def _kept(folder: Path, scored: Mapping[str, Any]) -> str:
 def check_only(flags: Flags, task: Task, strategy: Strategy) -> None:
     """Runs `--check-task`: checks in float64 that a new model's loss and metrics do not depend on batch splits."""
     if task.fitted:
-        raise UserError(
-            "--check-task: with these flags the model is fitted without a loss to check; leave --check-task out"
-        )
+        raise UserError("--check-task: the model is fitted and has no loss to check; leave --check-task out")
     exact = replace(flags, precision=replace(flags.precision, dtype="float64", amp="off"))
     with closing(assemble_run(exact, task, strategy, is_new=True)) as run:
         initialise(run.learner, exact.checkpoint, task.shipped_weights(), strategy)

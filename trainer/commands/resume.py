@@ -176,7 +176,7 @@ class Changes:
             )
 
     def refuse_other_data(self, source: str, to_train: bool = False) -> None:
-        """Raises UserError if the result of `Task.describe_data` differs from the checkpoint.
+        """Raises UserError if the result of `Task.describe_data` differs from the one in the checkpoint.
 
         source: noun for the weights in messages. to_train: whether to also compare facts that the checkpoint lacks.
         """

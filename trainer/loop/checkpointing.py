@@ -184,7 +184,7 @@ def refuse_non_finite(
     raise UnfitState(
         f"training diverged: non-finite values in {', '.join(bad[:3])} after optimizer step {progress.step} (epoch "
         f"{epoch}), so nothing is saved; earlier checkpoints are intact; lower --lr {learning_rate:g}, lengthen "
-        f"--warmup-epochs or clip gradients more than --max-grad-norm {learner.max_grad_norm:g} does"
+        f"--warmup-epochs, or set a smaller norm with --max-grad-norm (now {learner.max_grad_norm:g}; 0 does not clip)"
     )
 
 
