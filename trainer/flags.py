@@ -308,7 +308,7 @@ class CheckpointFlags(FlagGroup):
         "used", metavar="CHECKPOINT", common=True, from_record="refused", excludes=("init_from_partial",),
     )  # fmt: skip
     init_from_partial: Path | None = flag(
-        None, "initialise only the weights whose names and shapes match this checkpoint; prints their names",
+        None, "load only the weights whose names and shapes match those of the model; prints their names",
         metavar="CHECKPOINT", from_record="refused",
     )  # fmt: skip
     fresh: bool = flag(

@@ -114,7 +114,7 @@ def _kernels(up: int, down: int) -> np.ndarray:
 
 
 def _decode_wav(content: bytes) -> tuple[np.ndarray, int] | None:
-    """Decodes a WAV file to samples (length, channels) float32 and the sample rate; None for compressed samples.
+    """Decodes a WAV file to samples, (length, channels) float32, and the sample rate; None if they are compressed.
 
     Replaces Python's module wave, which lacks floats and, before Python 3.12, the extensible header.
     """

@@ -101,7 +101,7 @@ def _costs(num_reference: int, num_hypothesis: int) -> tuple[int, int]:
     """Returns the costs n of a substitution and n + 1 of a deletion or insertion, for n = 1 + the sum of the lengths.
 
     An alignment has fewer than n deletions and insertions. Dividing its total cost by n therefore gives the number of
-    edits, with the number of deletions and insertions as remainder.
+    edits, and the remainder is the total number of deletions and insertions.
     """
     one_edit = num_reference + num_hypothesis + 1
     return one_edit, one_edit + 1

@@ -172,7 +172,7 @@ def tensor(name: str, value: Any) -> None:
 
 
 def dense_tensor(name: str, value: Any) -> None:
-    """Requires a dense tensor."""
+    """Raises an error unless the value is a dense tensor."""
     tensor(name, value)
     if value.layout != torch.strided:
         raise ValueError(f"{name} is a sparse tensor, but must be dense")

@@ -55,7 +55,7 @@ def _refuse(task: Task, method: str, phase: str, problem: str | None) -> None:
 
 
 def completed_groups(task: Task, objective: Objective, phase: str, weight_decay: float) -> list[ParamGroup]:
-    """Returns the task's parameter groups without frozen parameters and empty groups, each with a weight decay.
+    """Returns the task's parameter groups, each with a weight decay; omits frozen parameters and empty groups.
 
     weight_decay: value for groups that set none. Call this function before `Learner.set_trained`, which sets
     `requires_grad` by phase. Raises UserError for an invalid parameter group.
