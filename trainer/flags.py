@@ -336,7 +336,7 @@ class SeveralFlags(FlagGroup):
     recorded: ClassVar = False
     seeds: int = flag(
         1, "train N runs with consecutive seeds; the first seed is --seed; reports mean, standard deviation and "
-        "ensemble scores; each GPU trains one run at a time; on the CPU each core trains one run with one thread "
+        "ensemble scores; each GPU trains one run at a time; on the CPU, each core trains one run, with one thread "
         "unless --num-threads is given", metavar="N", common=True, at_least=1,
     )  # fmt: skip
     folds: int = flag(

@@ -108,7 +108,7 @@ class TransformerBlock(nn.Module):
         """Lets x (S, T, width) attend to others (S, K, width); returns the new states of x.
 
         mask: (S, 1, 1, K) bool, False at padding. rotation: cosines and sines for `rotate`, (positions, width / heads /
-        2, 2). Positions start at 0 in x and in others.
+        2, 2). Positions start at 0 in both `x` and `others`.
         """
         attending = self.norm(x)
         attended = attending if others is x else self.norm(others)

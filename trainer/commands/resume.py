@@ -55,7 +55,7 @@ def _has_taken_over(directory: RunDirectory, source: Path) -> bool:
 
 
 def brings_another_run(directory: RunDirectory, source: Path | None) -> bool:
-    """Returns whether this start is the first to resume from `source`, and `source` is in another directory."""
+    """Returns whether `source` is in another directory and this start is the first to resume from it."""
     if source is None or _has_taken_over(directory, source):
         return False
     return source.resolve().parent != directory.path.resolve()
