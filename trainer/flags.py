@@ -308,7 +308,7 @@ class CheckpointFlags(FlagGroup):
         "used", metavar="CHECKPOINT", common=True, from_record="refused", excludes=("init_from_partial",),
     )  # fmt: skip
     init_from_partial: Path | None = flag(
-        None, "load only the weights whose names and shapes match those of the model; prints their names",
+        None, "load only weights whose name and shape the model has; prints their names",
         metavar="CHECKPOINT", from_record="refused",
     )  # fmt: skip
     fresh: bool = flag(
@@ -461,8 +461,8 @@ class MultiDeviceFlags(FlagGroup):
         False, "ddp: allow parameters that some forward passes do not use", needs={"multi_gpu": (forms.USUAL,)}
     )
     reshard: Literal["always", "never"] = flag(
-        "always", "fsdp: when to free a block's gathered parameters; always: after its forward pass; never: after its "
-        "backward pass, which is faster but shards only gradients and optimizer state", needs=FSDP,
+        "always", "fsdp: whether to free a block's gathered parameters after its forward pass; never: keep them until "
+        "its backward pass ends, which is faster but takes more memory", needs=FSDP,
     )  # fmt: skip
     shard_size: int | None = flag(
         None, "fsdp: number of ranks that share one copy of the model, for example one machine's ranks; must "

@@ -83,6 +83,7 @@ class Script(Task):
 
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
         groups = super().param_groups(objective, phase)
+        # a given optimizer class ignores --weight-decay, which must not refuse sparse embeddings then
         return groups if self.job.build_optimizer is None else [group | {"weight_decay": 0.0} for group in groups]
 
     def build_optimizers(

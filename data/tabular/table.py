@@ -207,7 +207,7 @@ class Table:
     def column(self, name: str) -> Column | None:
         """Returns the column or date feature with this name; None if neither exists.
 
-        Raises UserError if the feature's order of day and month clearly differs from that of the table's dates.
+        Raises UserError if the feature and the table's dates clearly have day and month in different orders.
         """
         source = self.source(name)
         if source is None or source.name == name:

@@ -1,4 +1,4 @@
-"""Finds the highest scores of each row, among equal scores those of the first columns."""
+"""Finds the highest scores of each row; among equal scores, the first columns win."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from torch import Tensor
 def highest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Returns the k highest scores of each row, descending, and their columns, (B, k) each; equal ones by column.
 
-    So the result begins with the result for any smaller k; that of `topk` does not. scores: (B, n), n < 2 ** 24.
+    So a smaller k gives the first columns of what a larger k gives, unlike `topk`. scores: (B, n), n < 2 ** 24.
     """
     values, columns = scores.topk(k)
     last = values[:, -1:]

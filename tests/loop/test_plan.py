@@ -117,13 +117,13 @@ def test_a_changed_batch_size_goes_on_where_the_old_one_stopped():
 
 
 @pytest.mark.parametrize("wrong", [[4, 5], [-1, 0], [0.0, 1.0], [[0], [1]]])
-def test_only_indices_of_samples_make_a_batch(wrong):
-    for kind in (list, np.array):
-        order = TaskOrder("Mine.order('train')", lambda epoch: [kind([3, 2]), kind(wrong)], 2, 4, 5)  # noqa: B023
-        samples = order.samples(0, 0, 2)
-        assert samples.dtype == np.int64 and samples.tolist() == [3, 2]
-        with pytest.raises(UserError, match=r"gives .* as batch 2 of epoch 1; .* whole numbers from 0 to 4"):
-            order.samples(0, 2, 4)
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_only_indices_of_samples_make_a_batch(kind, wrong):
+    order = TaskOrder("Mine.order('train')", lambda epoch: [kind([3, 2]), kind(wrong)], 2, 4, 5)
+    samples = order.samples(0, 0, 2)
+    assert samples.dtype == np.int64 and samples.tolist() == [3, 2]
+    with pytest.raises(UserError, match=r"gives .* as batch 2 of epoch 1; .* whole numbers from 0 to 4"):
+        order.samples(0, 2, 4)
 
 
 def test_a_task_order_that_changes_its_size_is_refused():

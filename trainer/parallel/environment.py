@@ -95,7 +95,7 @@ def read_rank_environment(
         if name not in numbers or numbers[name] > MOST
     ]
     if flags.local_rank is not None and numbers.setdefault("LOCAL_RANK", flags.local_rank) != flags.local_rank:
-        problems.append(f"--local-rank {flags.local_rank} contradicts LOCAL_RANK={numbers['LOCAL_RANK']}; leave it out")
+        problems.append(f"--local-rank {flags.local_rank} contradicts LOCAL_RANK={numbers['LOCAL_RANK']}; omit it")
     if flags.nproc is not None:
         problems.append(f"--nproc {flags.nproc}: a launcher has already set RANK and WORLD_SIZE; omit --nproc")
     problems += [

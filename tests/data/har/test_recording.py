@@ -101,10 +101,10 @@ def test_times_are_those_of_the_clock(tmp_path):
 
 @pytest.mark.parametrize("begin", [0, 1_700_000_000])
 def test_times_are_those_of_each_person_and_trial(begin, tmp_path):
-    """A clock that starts anew with each of them, and has gaps."""
+    """The clock starts again with each person and trial, and has gaps."""
     path, names = tmp_path / "new.csv", ("time", "session")
-    clock = lambda time: f"{begin + time:.3f}"  # noqa: E731
-    recorded(path, [("1", 20), ("2", 20), ("1", 20)], rate=48.0, names=names, clock=clock, gap=500)
+    stretches = [("1", 20), ("2", 20), ("1", 20)]
+    recorded(path, stretches, rate=48.0, names=names, clock=lambda time: f"{begin + time:.3f}", gap=500)
     windows = read_new_windows(path, ONE)
     assert windows.start_s == pytest.approx(3 * [0, 510 / 48], abs=2e-3)
     assert windows.cells == {"session": list("112211")}
