@@ -26,8 +26,8 @@ from models.graph.kgat import KGAT
 from models.graph.lightgcn import BPRMF, KnowledgeLightGCN, LightGCN
 from models.graph.paths import PathFinder
 from models.graph.recommender import FinalScores, Recommender
-from models.graph.top_k import TopK, hide
-from models.layers.highest import highest
+from models.graph.top_k import TopK
+from models.layers.item_scores import hide, highest
 from models.simple.fitting import TrainingHistories
 from models.simple.recommenders import SIMPLE_MODELS
 from tasks.kgat_objective import KgatObjective, RankingObjective, SimpleObjective

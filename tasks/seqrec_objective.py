@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from models.layers.highest import highest
+from models.layers.item_scores import highest
 from models.sequential.ranking import (
     binary_cross_entropy,
     full_softmax,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.layers.highest import highest
+from models.layers.item_scores import hide, highest
 
 _OFFICIAL_LIST = 100
 
@@ -77,13 +77,3 @@ def _constants(ks: tuple[int, ...], length: int, device: torch.device) -> tuple[
         within = (torch.arange(length).unsqueeze(1) < cutoffs).double()
         found = cutoffs, within, within * gains.unsqueeze(1), F.pad(gains.cumsum(0), (1, 0))
         return tuple(tensor.to(device) for tensor in found)
-
-
-def hide(scores: Tensor, items: Tensor) -> None:
-    """Sets the scores of the given items to -inf in place.
-
-    scores: (B, num_items). items: (B, S) int64, padded with num_items.
-    """
-    num_items = scores.shape[1]
-    hidden = torch.where(items < num_items, -torch.inf, torch.inf).to(scores.dtype)
-    scores.scatter_reduce_(1, items.clamp(max=num_items - 1), hidden, "amin")

@@ -1,4 +1,4 @@
-"""Finds the highest scores of each row; among equal scores, the first columns win."""
+"""Hides items, and finds those with the highest scores; among equal scores, the first items win."""
 
 import torch
 from torch import Tensor
@@ -18,3 +18,13 @@ def highest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     columns = torch.where(is_above, columns, equal_last.gather(1, place.clamp(min=0))).sort(dim=1).values
     values, order = scores.gather(1, columns).sort(dim=1, descending=True, stable=True)
     return values, columns.gather(1, order)
+
+
+def hide(scores: Tensor, items: Tensor) -> None:
+    """Sets the scores of the given items to -inf in place.
+
+    scores: (B, num_items). items: (B, S) int64, padded with num_items.
+    """
+    num_items = scores.shape[1]
+    hidden = torch.where(items < num_items, -torch.inf, torch.inf).to(scores.dtype)
+    scores.scatter_reduce_(1, items.clamp(max=num_items - 1), hidden, "amin")

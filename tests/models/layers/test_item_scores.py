@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from models.layers.highest import highest
+from models.layers.item_scores import highest
 
 
 @pytest.mark.parametrize("num_different", [1, 2, 5, 1000])
