@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from data.overview import overview
 from data.table_files import ENCODING, ON_BAD, Reading
-from data.tabular.encoding import Encoding
-from data.tabular.labels import class_numbers, named_column, stratified_hold_out
+from data.tabular.labels import named_column
 from data.tabular.other_generators import OtherTables
+from data.tabular.own_table import OwnTable, split_table
 from data.tabular.prior.settings import PriorSettings
 from data.tabular.prior.tables import PriorTables, write_tables
 from data.tabular.problems import Episodes, Rows
@@ -43,8 +43,6 @@ from trainer.task import Baseline, Exported, Objective, ParamGroup, Picture, Tas
 SHIPPED = Path(__file__).with_name("tabular_nano.pth")
 _VALIDATION_SEED, _TEST_SEED = 2**40, 2**41
 """Seeds of validation and test tables, independent of --seed so that all runs are scored on the same tables."""
-_SPLIT_SEED = 0
-"""Seed of the split of a user's table, independent of --seed so that all runs are scored on the same rows."""
 _TUNING_LR_SCALE = {"base": 0.03, "lora": 0.3}
 """Factors that multiply --lr, by value of --tune."""
 _QUERY_SHARE = 0.25
@@ -205,16 +203,6 @@ class TabularFlags(FlagGroup):
         )
 
 
-class Known(NamedTuple):
-    """Rows of a table with known classes, encoded as numbers.
-
-    features: (n, m) float32. labels: (n,) int64.
-    """
-
-    features: np.ndarray
-    labels: np.ndarray
-
-
 def _with_few_lengths(batch: Batch, keys: SampleKeys) -> Batch:
     """Pads the tables of a batch to sizes that limit the number of distinct shapes."""
     (_, num_context, num_columns), num_queries = batch["context"].shape, batch["targets"].shape[1]
@@ -301,6 +289,8 @@ class TabularTask(Task):
         dropped = dict.fromkeys(config.drop or (), "--drop")
         if config.id is not None and config.id in table.names:
             dropped[config.id] = "--id"
+        elif config.id is not None:
+            self._notes += (f"Warning: {table.where}: --id {config.id}: no such column.",)
         found = labelled_table(table, config.label or "y", dropped)
         if self.data_facts:  # models tuned by older versions do not use dates
             known = {*self.data_facts["columns"], *table.names}
@@ -317,74 +307,20 @@ class TabularTask(Task):
         if config.test_data is not None:
             tables["test"] = read_table(config.test_data, "--test-data", config.reading)
         elif "test" in tables and label not in tables["test"].names:
-            self._notes = (
+            self._notes += (
                 f"{tables.pop('test').where}: has no column {label!r}, so it is not scored; --predict can "
                 "classify its rows.",
             )
         return tables
 
-    def _labelled(self, table: Table) -> Known:
-        """Encodes the rows of a held-out table whose classes occur in --data-dir, and adds notes on all other rows."""
-        labels = self._table.labels
-        column = named_column(table, labels.name, "--label").with_one_text_a_category()
-        values = class_numbers(column, labels.classes)
-        notes, other = self._encoding.remarks(table), column.take((values < 0) & ~column.is_missing).distinct_texts
-        if num_lost := int((values < 0).sum()):
-            what = f", such as {other[0]!r}" if other else ""
-            notes.append(
-                f"{num_lost:,} of {len(values):,} rows are left out, because they have no class, or a class that does "
-                f"not occur in --data-dir{what}."
-            )
-            if num_lost == len(values):
-                raise UserError(f"{table.where}: {notes[-1]} Give rows with classes that occur in --data-dir")
-        self._notes += tuple(f"{table.where}: {note}" for note in notes)
-        return Known(self._encoding.encode(table)[values >= 0], values[values >= 0])
-
     @cached_property
-    def _rows(self) -> dict[str, np.ndarray]:
-        """Returns indices (n,) int64 of the "train" rows, the "val" rows that select an epoch, and the "test" rows."""
-        labels, config = self._table.labels.values, self.config
-        train, nothing = np.arange(len(labels)), np.arange(0)
-        held = {"test": nothing, "val": nothing}
-        shares = {
-            "test": config.test_share,
-            "val": config.val_share if config.tune != "none" else 0,
-        }
-        for stream, (part, share) in enumerate(shares.items()):
-            if share > 0 and part not in self._held_out:
-                kept, out = stratified_hold_out(labels[train], share, _SPLIT_SEED, stream)
-                if len(out) == 0:
-                    raise UserError(
-                        f"--data-dir {config.data_dir}: has too few rows per class to hold out a share of "
-                        f"{share:g}; give more rows"
-                    )
-                train, held[part] = train[kept], train[out]
-        return {"train": train, **held}
-
-    @cached_property
-    def _encoding(self) -> Encoding:
-        return self._fitted(self._rows["train"])
-
-    @cached_property
-    def _encoded_rows(self) -> dict[str, Known]:
-        parts = {name: self._encoded(rows) for name, rows in self._rows.items()}
-        return parts | {name: self._labelled(table) for name, table in self._held_out.items()}
-
-    @cached_property
-    def _known(self) -> Known:
-        """Returns the rows from which predictions are made: training rows, then validation rows."""
-        train, val = self._encoded_rows["train"], self._encoded_rows["val"]
-        return Known(*map(np.concatenate, zip(train, val, strict=True)))
-
-    def _fitted(self, rows: np.ndarray) -> Encoding:
-        return Encoding.fit(self._table.features.take(rows), self._table.labels)
-
-    def _encoded(self, rows: np.ndarray) -> Known:
-        return Known(self._encoding.encode(self._table.features.take(rows)), self._table.labels.values[rows])
+    def _own(self) -> OwnTable:
+        val_share = self.config.val_share if self.config.tune != "none" else 0.0
+        return split_table(self._table, self._held_out, {"test": self.config.test_share, "val": val_share})
 
     def _parts_of_the_table(self) -> Mapping[str, KeyedDataset]:
         config: TabularFlags = self.config
-        parts = self._encoded_rows
+        parts = self._own.parts
         num_train, num_val = len(parts["train"].labels), len(parts["val"].labels)
         val, test = Rows(*parts["val"], num_train), Rows(*parts["test"], num_train + num_val)
         if config.tune == "none":
@@ -405,7 +341,7 @@ class TabularTask(Task):
     def describe_data(self) -> Mapping[str, Any]:
         if self.config.data_dir is None:
             return {}
-        rows = hashlib.sha256(b"".join(values.tobytes() for values in self._known))
+        rows = hashlib.sha256(b"".join(values.tobytes() for values in self._own.context))
         return {**self._classes_and_columns, "rows": rows.hexdigest()}
 
     @property
@@ -416,11 +352,11 @@ class TabularTask(Task):
         """Returns a summary of the user's columns, and notes on validation, test and new tables."""
         if self.config.data_dir is None:
             return ()
-        known, most = len(self._known.labels), self.config.max_context
+        known, most = len(self._own.context.labels), self.config.max_context
         sampled = f"Each prediction learns from {most:,} of {known:,} rows with known classes (--max-context)."
         columns = overview(HEADING, [report.cells for report in self._table.reports])
         told = [printable(f"Columns of {self.config.data_dir}:"), *columns, *self._table.warnings]
-        return [*told, *self._notes, *([sampled] if known > most else []), *self._of_new_rows]
+        return [*told, *self._notes, *self._own.notes, *([sampled] if known > most else []), *self._of_new_rows]
 
     def order(self, phase: str, epoch: int, global_batch_size: int) -> Sequence[np.ndarray] | None:
         """Returns batches of synthetic tables in index order, since consecutive tables have equal shapes."""
@@ -468,7 +404,7 @@ class TabularTask(Task):
 
     def _answer(self, model: nn.Module, rows: Tensor, num_known: int) -> Tensor:
         config: TabularFlags = self.config
-        features, labels = (torch.from_numpy(values[:num_known]) for values in self._known)
+        features, labels = (torch.from_numpy(values[:num_known]) for values in self._own.context)
         probabilities = predict(
             cast(TabularModel, model),
             features,
@@ -476,7 +412,7 @@ class TabularTask(Task):
             rows,
             len(self._table.labels.classes),
             num_estimators=config.num_estimators,
-            seed=_SPLIT_SEED,
+            seed=0,  # independent of --seed, so that all runs predict from the same rows
             max_context=config.max_context,
         )
         return probabilities.to(rows.device)
@@ -511,7 +447,7 @@ class TabularTask(Task):
         """Scores logistic regression on a user's table; synthetic tables have no baseline."""
         if self.config.data_dir is None:
             return {}
-        parts, metrics = self._encoded_rows, dict[str, float]()
+        parts, metrics = self._own.parts, dict[str, float]()
         some = slice(None, None, -(-len(parts["train"].labels) // _MOST_ROWS_OF_REGRESSION))
         rows, labels = self._one_hot(parts["train"].features[some]), parts["train"].labels[some]
         classify = logistic_regression(rows, labels, len(self._table.labels.classes))
@@ -525,7 +461,7 @@ class TabularTask(Task):
     def _one_hot(self, features: np.ndarray) -> np.ndarray:
         """One-hot encodes the categories of rows (n, m), and drops columns with too many categories."""
         columns = []
-        for code, values in zip(self._encoding.columns, features.T, strict=True):
+        for code, values in zip(self._own.encoding.columns, features.T, strict=True):
             if code.categories is None:
                 columns.append(values[:, None])
             elif len(code.categories) <= _MOST_CATEGORIES_OF_REGRESSION:
@@ -553,7 +489,7 @@ class TabularTask(Task):
 
     def _with_context(self, rows: Tensor) -> Batch:
         """Builds a problem for each row, with known rows as context; the row and its predecessor are the queries."""
-        features, labels = (torch.from_numpy(values[:_EXPORT_ROWS]).to(rows.device) for values in self._known)
+        features, labels = (torch.from_numpy(values[:_EXPORT_ROWS]).to(rows.device) for values in self._own.context)
         return {
             "context": features.to(rows.dtype).repeat(len(rows), 1, 1),
             "labels": (labels % self.config.max_classes).repeat(len(rows), 1),
@@ -578,20 +514,15 @@ class TabularTask(Task):
             )
         table = read_table(path, "--predict", self.config.reading)
         # predictions use all rows of --data-dir as context
-        nothing, everything = np.arange(0), np.arange(self._table.features.num_rows)
-        self._rows = {"train": everything, "val": nothing, "test": nothing}
-        self._encoding = self._fitted(everything)
-        self._held_out.pop("test", None)
-        for name in ("_encoded_rows", "_known"):
-            vars(self).pop(name, None)
+        self._own = split_table(self._table, {name: t for name, t in self._held_out.items() if name != "test"}, {})
         self._notes = ()
-        self._encoding.refuse_label(table)
+        self._own.encoding.refuse_label(table)
         if (name := self.config.id) is not None:
             column = named_column(table, name, "--id")
             self._ids = np.array([*column.distinct_texts, ""])[column.places].tolist()
             table = table.without([name])
-        self._of_new_rows = self._encoding.remarks(table)
-        return Rows(self._encoding.encode(table), None, len(self._known.labels))
+        self._of_new_rows = self._own.encoding.remarks(table)
+        return Rows(self._own.encoding.encode(table), None, len(self._own.context.labels))
 
     def sample(self) -> Mapping[str, Sequence[Any]]:
         """Returns the first rows of --data-dir without the label column, or a synthetic table with label column y."""

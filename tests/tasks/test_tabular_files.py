@@ -66,6 +66,11 @@ def test_an_id_is_kept_in_predictions_and_not_learned_from(run_here, train, tmp_
     assert found[0] == ["id", "y", "p(high)", "p(low)"]
     assert [row[:2] for row in found[1:]] == [["b", "high"], ["", "low"], ["a", "high"]]
     assert "did not use: z." in notes
+    new = write(tmp_path / "keyed.csv", [("b", 3, 0)], "key,x,id")  # an id that only the new rows have
+    shown, notes = run_here(*TABULAR, "--data-dir", train, "--id", "key", "--predict", new)
+    assert shown.startswith("key,y") and "no such column" not in notes
+    warning = f"Warning: --data-dir {train}: --id key: no such column."
+    assert warning in run_here(*TABULAR, "--data-dir", train, "--id", "key").out
 
 
 def test_a_table_without_names_is_pointed_to_the_page(refused, tmp_path):
