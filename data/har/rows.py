@@ -46,6 +46,10 @@ class Roles:
     trials: tuple[int, ...]
     clocks: tuple[int, ...]
 
+    @property
+    def columns(self) -> list[int]:
+        return [i for i in (self.subject, self.label, *self.trials, *self.clocks) if i is not None]
+
 
 class Recording(NamedTuple):
     """Continuous recording: rows `start` to `stop - 1` of a file. rate_hz: rows per second; None if no clock is usable.
@@ -202,15 +206,13 @@ def read_rows(
     """
     header, decimal_comma = table.header, table.decimal_comma
     columns = signal_columns(header, channels, f"{where}, line {table.line}")
-    clocks = roles.clocks
+    _refuse_repeated([header[column] for column in roles.columns], header, f"{where}, line {table.line}")
+    clocks = _Clocks([header[column] for column in roles.clocks], roles.clocks, decimal_comma)
     signals: list[np.ndarray] = [np.empty((0, len(columns)), np.float32)]
-    moments: list[np.ndarray] = [np.empty((0, len(clocks), 2))]
     keys: tuple[list[str], list[str]] = ([], [])
     spellings: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
     key_of = lru_cache(maxsize=1 << 16)(key_of_name)
     trials: list[tuple[str, ...]] = []
-    ends: list[list[str]] = []
-    unread: dict[str, str] = {}
     places, first_bad, num_rows = [np.empty(0, np.int64)], "", 0
     while some := list(islice(table.lines, ROWS_AT_ONCE)):
         kept = [k for k, (_, fields) in enumerate(some) if len(fields) == len(header)]
@@ -224,40 +226,62 @@ def read_rows(
             left_out.count(_BAD_ROWS, first_bad, len(some) - len(kept))
         places.append(num_rows + np.array(kept, np.int64))
         num_rows += len(some)
-        some = whole
-        if not some:
-            continue
-        moments.append(moments_of(some, clocks, decimal_comma))
-        for k, clock in enumerate(clocks):
-            for row in np.flatnonzero(np.isnan(moments[-1][:, k]).all(axis=1)).tolist():
-                if (cell := some[row][1][clock].strip()) not in MISSING:
-                    unread.setdefault(header[clock], f"its value {cell!r} is not a time")
-                    break
+        clocks.add(whole)
         for k, column in enumerate((roles.subject, roles.label)):
-            texts = [""] * len(some) if column is None else [fields[column].strip() for _, fields in some]
+            texts = [""] * len(whole) if column is None else [fields[column].strip() for _, fields in whole]
             spellings[k].update(texts)
             keys[k].extend(map(key_of, texts))
-        trials += [tuple(fields[column].strip() for column in roles.trials) for _, fields in some]
-        ends = [*ends[:1], *([fields[column].strip() for column in clocks] for _, fields in (some[0], some[-1]))]
-    clock_values = settled(np.concatenate(moments))
+        trials += [tuple(fields[column].strip() for column in roles.trials) for _, fields in whole]
+    times = clocks.settle()
     is_same = [before == row for before, row in pairwise(zip(keys[0], trials, strict=True))]
-    if is_newest_first(np.diff(clock_values, axis=0)[is_same]):
+    if is_newest_first(np.diff(times, axis=0)[is_same]):
         raise UserError(
-            f"{where}: the clock ({', '.join(header[column] for column in clocks)}) falls from row to row, so the "
-            "newest row is first; sort the rows by time, or remove the clock column if it is wrong"
+            f"{where}: the clock ({', '.join(clocks.names)}) falls from row to row, so the newest row is first; sort "
+            "the rows by time, or remove the clock column if it is wrong"
         )
-    of_file = {header[column]: (ends[0][k], ends[-1][k]) for k, column in enumerate(clocks) if ends}
-    is_known = dict(zip(of_file, np.isfinite(clock_values).any(axis=0), strict=bool(ends)))
-    unread |= {
-        name: f"its value {first!r} " + ("is not a time" if first in MISSING else "can begin with the day or the month")
-        for name, (first, _) in of_file.items() if not is_known[name] and name not in unread
-    }  # fmt: skip
-    in_seconds = np.array([not any(map(is_number, cells)) for cells in of_file.values()], bool)
     rows = Rows(
-        np.concatenate(signals), *keys, spellings, trials, clock_values, in_seconds, of_file, unread,
+        np.concatenate(signals), *keys, spellings, trials, times, clocks.in_seconds, clocks.moments, clocks.unread,
         np.concatenate(places),
     )  # fmt: skip
     return rows if left_out.reading.on_bad == "refuse" else rows.without_holes(left_out, first_bad, needs_subject)
+
+
+class _Clocks:
+    """Columns of times of a file, read in blocks of rows.
+
+    moments: first and last cell by name. unread: why a column cannot be read, by name. in_seconds: (K,) bool, whether a
+    column is in seconds.
+    """
+
+    def __init__(self, names: Sequence[str], columns: Sequence[int], decimal_comma: bool) -> None:
+        self.names = names
+        self._columns, self._decimal_comma = columns, decimal_comma
+        self._times = [np.empty((0, len(columns), 2))]
+        self.moments: dict[str, tuple[str, str]] = {}
+        self.unread: dict[str, str] = {}
+
+    @property
+    def in_seconds(self) -> np.ndarray:
+        return np.array([not any(map(is_number, cells)) for cells in self.moments.values()], bool)
+
+    def add(self, lines: Sequence[Line]) -> None:
+        times = moments_of(lines, self._columns, self._decimal_comma)
+        self._times.append(times)
+        for k, name in enumerate(self.names if lines else ()):
+            cells = [fields[self._columns[k]].strip() for _, fields in lines]
+            self.moments[name] = (self.moments.get(name, cells)[0], cells[-1])
+            wrong = (cells[row] for row in np.flatnonzero(np.isnan(times[:, k]).all(axis=1)).tolist())
+            if (cell := next((cell for cell in wrong if cell not in MISSING), None)) is not None:
+                self.unread.setdefault(name, f"its value {cell!r} is not a time")
+
+    def settle(self) -> np.ndarray:
+        """Returns the times of all rows, (n, K) float64; adds columns without any time to `unread`."""
+        times = settled(np.concatenate(self._times))
+        for (name, (first, _)), is_known in zip(self.moments.items(), np.isfinite(times).any(axis=0), strict=False):
+            if not is_known:
+                why = "is not a time" if first in MISSING else "can begin with the day or the month"
+                self.unread.setdefault(name, f"its value {first!r} {why}")
+        return times
 
 
 def signal_columns(header: Sequence[str], channels: Sequence[str], where: str) -> list[int]:
@@ -269,10 +293,13 @@ def signal_columns(header: Sequence[str], channels: Sequence[str], where: str) -
         raise UserError(f"{where}: has none of the {number} channels; {advice}")
     if missing:
         raise UserError(f"{where}: lacks {', '.join(missing)}; give all {number} channels")
-    twice = [name for name in channels if header.count(name) > 1]
-    if twice:
-        raise UserError(f"{where}: has several columns named {', '.join(twice)}; keep one column per name")
+    _refuse_repeated(channels, header, where)
     return [header.index(name) for name in channels]
+
+
+def _refuse_repeated(names: Sequence[str], header: Sequence[str], where: str) -> None:
+    if repeated := {name: None for name in names if header.count(name) > 1}:
+        raise UserError(f"{where}: has several columns named {', '.join(repeated)}; keep one column per name")
 
 
 def _numbers(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:

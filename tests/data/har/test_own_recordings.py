@@ -493,6 +493,8 @@ def test_test_subjects_are_the_named_people_or_every_fifth(load, tmp_path):
         (lambda lines: lines[:1], "has column names, but no readable rows"),
         (lambda lines: [lines[0].replace("acc_x", '"acc\nx"'), *lines[1:]], "the column name 'acc\\nx' has a line"),
         (lambda lines: [], "is empty"),
+        (lambda lines: [f"time,time,{lines[0]}", *(f"1,1,{line}" for line in lines[1:])],
+         "line 1: has several columns named time; keep one column per name"),
         (lambda lines: [line.replace("walk", "confidence") for line in lines], "label 'confidence': is also a column"),
         (lambda lines: [line.replace(",p,", ',"p,q",') for line in lines], "subject 'p,q': must not begin with '-'"),
     ],
