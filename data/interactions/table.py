@@ -146,7 +146,7 @@ class _Parser:
             try:
                 times, form = (columns[0], "dates") if "ISO" in self._form_of_times else in_seconds(columns[0])
             except ValueError as error:
-                raise UserError(f"{self._where}: {error}; write dates as 2024-05-31") from None
+                raise UserError(f"{self._where}: {error}") from None
             remarks += _doubts(times, len(users))
             once = _first_of_equal(users, items, times)
             if num_again := len(users) - len(once):

@@ -12,7 +12,7 @@ _TIME_LIMIT = 2**62
 """Limit of the absolute values of times, so that differences fit int64."""
 _CALENDAR_S = (1e8, 4.1e9)
 """Limits of Unix times, in seconds, from 1973 to 2099."""
-_UNITS = {"milliseconds": 1e3, "microseconds": 1e6, "nanoseconds": 1e9}
+_UNITS = {"seconds": 1.0, "milliseconds": 1e3, "microseconds": 1e6, "nanoseconds": 1e9}
 EXPECTED = "a time: a number, or a date such as 2024-05-31, 2024-05-31T18:30:00+02:00 or 31/05/2024 18:30"
 
 
@@ -38,49 +38,65 @@ def in_seconds(times: np.ndarray) -> tuple[np.ndarray, str]:
     times: all times of a file from `parse_times`, (n,) with n >= 1, or (n, 2) for ambiguous dates. Detects milli-,
     micro- and nanoseconds of the years 1973 to 2099, and days of these years as numbers such as 20240531, optionally
     with hours, minutes and seconds. In files with such days, zero and negative numbers mark unknown times
-    and become 0. Raises ValueError if it is unclear whether the day or the month comes first.
+    and become 0. Raises ValueError if it is unclear whether the day or the month comes first, if most numbers are such
+    days but one is not, or if the times have different units.
     """
     if times.ndim == 2:
         found = settled(times[:, None])[:, 0]
         if np.isnan(found).any():
-            raise ValueError("it is unclear whether the day or the month comes first in the dates")
+            raise ValueError("it is unclear whether the day or the month comes first; write dates as 2024-05-31")
         return _whole_if_all_are(found), f"dates whose {'day' if (found == times[:, 0]).all() else 'month'} comes first"
     is_known = times > 0
     known = times[is_known]
     for form, read in _DATES_IN_DIGITS.items():
-        if len(known) and (seconds := read(known)) is not None:
+        seconds, is_valid = read(known)
+        if len(known) and is_valid.all():
             all_seconds = np.zeros(len(times), np.int64)
             all_seconds[is_known] = seconds
             return all_seconds, form
+        if is_valid.sum() > len(known) / 2:
+            wrong = known[is_valid.argmin()]
+            raise ValueError(f"most times are {form}, but {wrong:.17g} is not; correct it or remove the line")
     middle = np.median(times)  # the median, since single times may be wrong
-    for unit, per_second in _UNITS.items():
-        low, high = (per_second * limit for limit in _CALENDAR_S)
-        if low <= middle < high:
-            return _whole_if_all_are(times / per_second), unit
-    return times, ""
+    units = {unit: _in_calendar(times / per_second) for unit, per_second in _UNITS.items()}
+    unit = next((unit for unit in _UNITS if _in_calendar(middle / _UNITS[unit])), None)
+    for other, is_in in units.items():
+        if unit is not None and other != unit and is_in.any():
+            one, two = times[units[unit].argmax()], times[is_in.argmax()]
+            raise ValueError(f"{one:.17g} looks like {unit}, but {two:.17g} like {other}; use one unit for all times")
+    if unit in (None, "seconds"):
+        return times, ""
+    return _whole_if_all_are(times / _UNITS[unit]), unit
 
 
-def _seconds_of_moments(numbers: np.ndarray) -> np.ndarray | None:
-    """Converts numbers such as 20240531183000 to seconds since 1970; None if a number is not such a time."""
-    minutes, seconds = _seconds_of_minutes(numbers // 100), numbers % 100
-    return None if minutes is None or (seconds > 59).any() else minutes + seconds
+def _in_calendar(seconds: np.ndarray) -> np.ndarray:
+    low, high = _CALENDAR_S
+    return (low <= seconds) & (seconds < high)
 
 
-def _seconds_of_minutes(numbers: np.ndarray) -> np.ndarray | None:
-    """Converts numbers such as 202405311830 to seconds since 1970; None if a number is not such a time."""
-    days, hours, minutes = _seconds_of_days(numbers // 10_000), numbers // 100 % 100, numbers % 100
-    return None if days is None or (hours > 23).any() or (minutes > 59).any() else days + 3600 * hours + 60 * minutes
+def _seconds_of_moments(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Converts numbers such as 20240531183000 to seconds since 1970; also returns which numbers are such times."""
+    minutes, are_minutes = _seconds_of_minutes(numbers // 100)
+    seconds = numbers % 100
+    return minutes + seconds, are_minutes & (seconds <= 59)
 
 
-def _seconds_of_days(numbers: np.ndarray) -> np.ndarray | None:
-    """Converts days such as 20240531 to seconds since 1970; None if a number is not a day from 1973 to 2099."""
-    if (numbers % 1 != 0).any() or (numbers < 1973_00_00).any() or (numbers > 2099_99_99).any():
-        return None
-    years, months, days = (part.astype(np.int64) for part in (numbers // 10_000, numbers // 100 % 100, numbers % 100))
+def _seconds_of_minutes(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Converts numbers such as 202405311830 to seconds since 1970; also returns which numbers are such times."""
+    days, are_days = _seconds_of_days(numbers // 10_000)
+    hours, minutes = numbers // 100 % 100, numbers % 100
+    return days + 3600 * hours + 60 * minutes, are_days & (hours <= 23) & (minutes <= 59)
+
+
+def _seconds_of_days(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Converts days such as 20240531 to seconds since 1970; also returns which numbers are days of 1973 to 2099."""
+    is_day = (numbers % 1 == 0) & (numbers >= 1973_00_00) & (numbers <= 2099_99_99)
+    whole = np.where(is_day, numbers, 1973_01_01).astype(np.int64)
+    years, months, days = whole // 10_000, whole // 100 % 100, whole % 100
     month = (12 * (years - 1970) + months - 1).astype("M8[M]")
     day = month.astype("M8[D]") + (days - 1)
-    is_day = (months >= 1) & (months <= 12) & (day.astype("M8[M]") == month)
-    return day.astype("M8[s]").astype(np.int64) if is_day.all() else None
+    is_day &= (months >= 1) & (months <= 12) & (day.astype("M8[M]") == month)
+    return day.astype("M8[s]").astype(np.int64), is_day
 
 
 _DATES_IN_DIGITS = {

@@ -243,6 +243,20 @@ def test_dates_in_one_number_are_known_as_floats_and_beside_zeros(load, times, s
     assert interactions.times.tolist() == np.array(seconds, "M8[s]").astype(int).tolist()
 
 
+@pytest.mark.parametrize(
+    ("times", "message"),
+    [
+        ("20240130 20240131 20240132", r"most times are days such as 20240531, but 20240132 is not; correct it"),
+        ("0 202401312350 202401312360 202402030000", r"most times are moments .*, but 202401312360 is not"),
+        (f"{NOON} {NOON + 1} {NOON}000", rf"{NOON} looks like seconds, but {NOON}000 like milliseconds; use one unit"),
+        (f"{NOON} {NOON}000 {NOON}001", rf"{NOON}000 looks like milliseconds, but {NOON} like seconds"),
+    ],
+)
+def test_times_that_do_not_fit_the_others_are_refused(load, times, message) -> None:
+    with pytest.raises(UserError, match=message):
+        load("user,item,time\n" + "".join(f"1,{i},{time}\n" for i, time in enumerate(times.split())))
+
+
 def test_repeated_interactions_stay_but_equal_lines_count_once(load) -> None:
     interactions = load("user item time\n1 1 1\n2 1 1\n1 1 1\n1 1 2\n1 2 1\n2 1 1.5\n1 1 1\n")
     assert by_user(interactions, interactions.items) == [[1, 2, 1], [1, 1]]
