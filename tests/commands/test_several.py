@@ -284,6 +284,14 @@ def test_several_runs_in_the_folder_of_a_single_one(train, refused, tmp_path):
     assert contents(tmp_path) == before
 
 
+def test_a_single_run_in_the_folder_of_several(train, refused, tmp_path):
+    train(tmp_path / "seed-0")
+    refused([f"--save-dir {tmp_path}: contains several runs; repeat the command with"], *TINY, "--save-dir", tmp_path)
+    assert not (tmp_path / "manifest.json").exists()
+    train(tmp_path, "--fresh")
+    assert (tmp_path / "previous-1" / "seed-0" / "results.json").exists()
+
+
 # --- one at a time in each slot, and none more after a failure -------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.format import Best
 from trainer.checkpoint.manifest import read_config
+from trainer.checkpoint.weights import runs_within
 from trainer.common.errors import UserError
 from trainer.common.files import alike
 from trainer.config import flag_values, options, shown
@@ -30,17 +31,23 @@ def starts_over(directory: RunDirectory, given: CheckpointFlags) -> bool:
 
 
 def choose_start(directory: RunDirectory, given: CheckpointFlags) -> dict[str, Any] | None:
-    """Returns the checkpoint to resume; None to start a new run. Raises UserError for an unreadable checkpoint.
+    """Returns the checkpoint to resume; None to start a new run.
 
     `--resume-from` applies only to the first start; later starts resume from the newest checkpoint in `directory`.
+    Raises UserError for an unreadable checkpoint, and for a new run in a folder of `--seeds` or `--folds`.
     """
     source = given.resume_from
     if starts_over(directory, given):
         return None
-    if source is None:
-        return directory.load_newest() if directory.has_checkpoint else None
-    if _has_taken_over(directory, source):
+    if directory.has_checkpoint if source is None else _has_taken_over(directory, source):
         return directory.load_newest()
+    if runs_within(directory.path):
+        raise UserError(
+            f"--save-dir {directory.path}: contains several runs; repeat the command with their --seeds or --folds, or "
+            "choose another folder"
+        )
+    if source is None:
+        return None
     state = read_checkpoint(source, f"--resume-from {source}")
     if brings_another_run(directory, source):
         state.pop("run_id", None)  # the new run gets its own id
