@@ -24,6 +24,8 @@ from tests.conftest import (
 from tests.helpers.weighted_task import Weighted
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.format import RUN_ID
+from trainer.commands.build import build_task
+from trainer.commands.parse import parse
 from trainer.registry import is_same_task
 
 # --- the same command again --------------------------------------------------------------------------------------
@@ -91,6 +93,18 @@ def test_an_epoch_goes_on_with_the_samples_that_it_began_with(train, cli, refuse
     assert cli(*tiny, "--max-steps", 2)[0] == 0
     out = cli(*tiny, "--max-steps", 4, "--batch-size", 5)[1]
     assert "The training data changed: [16] -> [20] samples." in out
+
+
+def test_samples_that_a_changed_batch_size_repeats_are_told(cli, tmp_path):
+    file = f"{ROOT / 'tests' / 'helpers' / 'refreshing_task.py'}:Bucketed"
+    argv = ["--task", file, *TINY[4:6], *TINY[8:], "--save-dir", tmp_path]
+    assert cli(*argv, "--batch-size", 8, "--max-steps", 2)[0] == 0
+    consumed = load(tmp_path / "last.pth")["position"]["samples"]
+    task = build_task(parse(list(map(str, argv)), several_devices=False)[0])
+    done, others = (set(np.concatenate(task.order("train", 0, size))[:consumed]) for size in (8, 5))
+    told = f"order('train') depends on the batch size, so {len(done - others)} samples of this epoch are trained twice"
+    assert done - others and told in cli(*argv, "--batch-size", 5, "--max-steps", 3)[1]
+    assert "trained twice" not in cli(*argv, "--batch-size", 5, "--max-steps", 4)[1]
 
 
 def test_other_parameter_groups_do_not_go_on_with_the_moments(cli, refused, tmp_path):

@@ -1,9 +1,12 @@
 """Chooses the checkpoint that a run resumes from, and finds changes of data, code and flags since that checkpoint."""
 
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
+
+import numpy as np
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.file import read_checkpoint
@@ -14,7 +17,8 @@ from trainer.common.errors import UserError
 from trainer.common.files import alike
 from trainer.config import flag_values, options, shown
 from trainer.flags import CheckpointFlags
-from trainer.loop.plan import Plan
+from trainer.loading.order import Position
+from trainer.loop.plan import Plan, TaskOrder
 from trainer.loop.progress import Progress
 from trainer.registry import is_same_task, told
 from trainer.task import Task
@@ -115,7 +119,7 @@ def resume(
         if not progress.position.at_epoch_start:
             changes.refuse_other_epochs()
         notes.append(f"The training data changed: {then} -> {now} samples.")
-    notes += changes.notes_on_data
+    notes += [*changes.notes_on_data, *changes.notes_on_order(plan, progress.position)]
     if progress.best is not None and changes.scores_differ:
         epoch = progress.best.epoch
         progress.best, progress.evaluations_since_best, progress.scores = None, 0, {}
@@ -237,6 +241,25 @@ class Changes:
         return [
             "The split into training and held-out data differs from the checkpoint's, or the data changed, so scores "
             "may include training data and are not comparable with earlier scores."
+        ]
+
+    def notes_on_order(self, plan: Plan, position: Position) -> list[str]:
+        """A note if `Task.order` gives other samples to an unfinished epoch, because the batch size changed."""
+        phase, order = position.phase, plan.orders[position.phase]
+        then, now = (facts["global_batch_sizes"][phase] for facts in (self.then, self.now))
+        if then == now or not isinstance(order, TaskOrder) or position.samples == 0:
+            return []
+        done, skipped = (
+            Counter(np.concatenate([*batches])[: position.samples].tolist())
+            for size in (then, now)
+            if (batches := self._task.order(self._task.phases[phase], position.epoch, size)) is not None
+        )
+        num_again = (done - skipped).total()
+        if num_again == 0:
+            return []
+        return [
+            f"{order.source} depends on the batch size, so {num_again} samples of this epoch are trained twice and "
+            f"{num_again} are not trained; to avoid this, use --global-batch-size {then} until the epoch ends."
         ]
 
     @property
