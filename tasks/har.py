@@ -78,36 +78,36 @@ class HarFlags(FlagGroup):
         "by default; reuses an earlier download", common=True,
     )  # fmt: skip
     subject_column: str | None = flag(
-        None, "own recordings: subject column (default: detected by common column names)", metavar="COLUMN"
+        None, "your recordings: subject column (default: detected by common column names)", metavar="COLUMN"
     )
     label_column: str | None = flag(
-        None, "own recordings: activity column (default: detected by common column names)", metavar="COLUMN"
+        None, "your recordings: activity column (default: detected by common column names)", metavar="COLUMN"
     )
     channels: tuple[str, ...] | None = flag(
-        None, "own recordings: columns to use as channels (default: all columns of numbers, except subject, label, "
+        None, "your recordings: columns to use as channels (default: all columns of numbers, except subject, label, "
         "trial, time, row number, location and device)", metavar="COLUMN",
     )  # fmt: skip
-    encoding: str | None = flag(None, f"own recordings: {ENCODING}", metavar="NAME")
+    encoding: str | None = flag(None, f"your recordings: {ENCODING}", metavar="NAME")
     on_bad: OnBad = flag(
-        "refuse", "own recordings and --predict: what to do with a row that lacks a channel's value; refuse: stop "
+        "refuse", "your recordings and --predict: what to do with a row that lacks a channel's value; refuse: stop "
         "with an error; drop: drop the row and split the recording there; interpolate: fill gaps of up to 25 rows, "
         "drop longer gaps",
     )  # fmt: skip
     rate: float | None = flag(
-        None, "own recordings: sampling rate in rows per second (default: from the clock column, otherwise 50)",
+        None, "your recordings: sampling rate in rows per second (default: from the clock column, otherwise 50)",
         metavar="HZ", above=0,
     )  # fmt: skip
-    window: int | None = flag(None, "own recordings: rows per window (default: 128)", metavar="ROWS", at_least=8)
+    window: int | None = flag(None, "your recordings: rows per window (default: 128)", metavar="ROWS", at_least=8)
     hop: int | None = flag(
-        None, "own recordings: rows from the start of one window to the next (default: half of --window)",
+        None, "your recordings: rows from the start of one window to the next (default: half of --window)",
         metavar="ROWS", at_least=1,
     )  # fmt: skip
     test_subjects: tuple[str, ...] | None = flag(
-        None, "own recordings: subjects of the test set (default: every fifth subject)", metavar="ID"
+        None, "your recordings: subjects of the test set (default: every fifth subject)", metavar="ID"
     )
     num_val_subjects: int | None = flag(
         None, "number of training subjects to hold out for validation; --seed chooses them (default: 4; for your "
-        "own recordings, a fifth of the training subjects, but at most 4)", metavar="N", at_least=1,
+        "your recordings, a fifth of the training subjects, but at most 4)", metavar="N", at_least=1,
         excludes=("refit", "val_subjects"),
     )  # fmt: skip
     val_subjects: tuple[str, ...] | None = flag(
@@ -310,7 +310,7 @@ class HarTask(Task):
             refuse_other_data(path)
         if given := given_flags(config, _OF_OWN):
             advice = "give recordings with --data-dir" if path is None else f"--data-dir {path} is read as UCI HAR"
-            raise UserError(f"{', '.join(given)}: applies only to your own recordings; {advice}")
+            raise UserError(f"{' and '.join(given)}: only for your own recordings; {advice}")
         if config.download:
             path = path or self.cache_dir / "uci_har"
             download_uci_har(path, self.cache_dir, show_download)

@@ -98,7 +98,9 @@ class SeqrecFlags(FlagGroup):
     mhc: bool = flag(
         False, "use manifold-constrained hyper-connections (mHC) instead of residual connections", needs=_TRAINED
     )
-    maxlen: int = flag(50, "number of latest items that the model sees", metavar="ITEMS", common=True, at_least=1)
+    maxlen: int = flag(
+        50, "maximum number of a user's latest items that the model sees", metavar="ITEMS", common=True, at_least=1
+    )
     last_items_only: bool = flag(
         False, "train only on each user's last --maxlen items, as in SASRec's paper; by default longer histories are "
         "split into several samples", needs=_TRAINED,

@@ -32,7 +32,7 @@ from models.speech.recogniser import SpeechRecogniser
 from tasks.speech_objective import Decoder, SpeechObjective
 from tasks.speech_report import draw_utterances, error_counts, error_rates, timed_words, worst_utterances
 from trainer.common.errors import UserError
-from trainer.config import FlagGroup, flag, flag_name
+from trainer.config import FlagGroup, flag, flag_name, given_flags
 from trainer.loading.batch_orders import bucketed_batches, even_batches
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.cache import digest_of
@@ -282,6 +282,9 @@ class SpeechTask(Task):
     @cached_property
     def _splits(self) -> Mapping[str, Utterances | Strings]:
         config: SpeechFlags = self.config
+        own = {"val", "test"}.intersection(self.corpus.splits) if config.split == "utterance" else ()
+        if given := given_flags(config, sorted(f"{part}_share" for part in own)):
+            raise UserError(f"{' and '.join(given)}: has no effect, because the data define this set; leave it out")
         parts = hold_out(
             self.corpus,
             split=config.split,

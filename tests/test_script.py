@@ -314,7 +314,7 @@ REFUSED = {
         {"train": {"x": X, "y": Y, "weight": Y + 1}, "names": None},
         "the data set must give batch['weight'] one floating-point number per sample, not torch.int64 of shape (4,)",
     ),
-    "a file": ({"train": "a.csv"}, "fit, train: its data set (str): needs a data set, not the text 'a.csv'; read"),
+    "a file": ({"train": "a.csv"}, "fit, train: its data set (str): needs a data set, not the text 'a.csv'; if"),
     "a name twice": ({"names": ("x", "x")}, "its items have 2 value(s); give each its own name, as in names="),
     "a number as a name": (
         {"loss": lambda model, batch: {"loss": nll(model, batch), 3: batch["y"].double()}},
@@ -381,7 +381,7 @@ def test_mistakes_are_named(settings, message, tmp_path):
     ("arguments", "message"),
     [
         ((net(), TRAIN), r"fit\(model, train, loss\): pass training data and a loss"),
-        (("har", TRAIN), "fit: 1 more positional arguments follow 'har'"),
+        (("har", TRAIN), "fit: too many positional arguments after 'har'; pass settings"),
         ((nn.Linear, TRAIN, nll), r"fit: Linear is a class of models; pass an instance, such as Linear\(...\)"),
     ],
 )

@@ -206,7 +206,7 @@ def _task_of(task: Any, script: Sequence[Any], settings: dict[str, Any]) -> type
         train, loss = script
         return task_of(task, train, loss, settings)
     if script:
-        raise UserError(f"fit: {len(script)} more positional arguments follow {task!r}; pass settings by keyword")
+        raise UserError(f"fit: too many positional arguments after {task!r}; pass settings by keyword")
     return find_task(task) if isinstance(task, str) else task
 
 

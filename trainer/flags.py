@@ -308,7 +308,7 @@ class CheckpointFlags(FlagGroup):
         "used", metavar="CHECKPOINT", common=True, from_record="refused", excludes=("init_from_partial",),
     )  # fmt: skip
     init_from_partial: Path | None = flag(
-        None, "load only weights whose name and shape the model has; prints their names",
+        None, "load only the weights whose names and shapes match the model's; prints their names",
         metavar="CHECKPOINT", from_record="refused",
     )  # fmt: skip
     fresh: bool = flag(

@@ -358,7 +358,8 @@ class Task(ABC):
     def summarise_training(self, sums: dict[str, Tensor], phase: str) -> dict[str, float]:
         """Converts sums over a training phase's batches to metrics.
 
-        Default: `summarise` for a task with one phase; otherwise each scalar sum divided by "weight".
+        By default, a task with one phase returns the result of `summarise`, and other tasks return each scalar sum
+        divided by "weight".
         """
         return self.summarise(sums) if len(self.phases) == 1 else means_of(sums)
 

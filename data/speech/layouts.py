@@ -153,7 +153,7 @@ def _manifest_line(source: Source, name: str, number: int, line: str, split: str
         shown = line if len(line) <= 80 else line[:77] + "..."
         reason = f"{shown!r} is not a JSON object with audio_path and text"
         raise UserError(f"{where}: {reason}; give one JSON object per line") from None
-    speaker = str(entry.get("speaker") or "")
+    speaker = "" if entry.get("speaker") is None else str(entry["speaker"])
     if not (isinstance(sound, str) and isinstance(text, str) and (duration is None or _is_finite(duration))):
         raise UserError(
             f"{where}: audio_path and text must be strings, and duration must be a number of seconds; fix the line"
@@ -231,7 +231,9 @@ def _metadata_table(source: Source, name: str) -> Iterator[Utterance]:
             yield Utterance(posixpath.normpath(folder / "wavs" / f"{identity}.wav"), texts[-1] or texts[0])
         return
     where = source.where(name)
-    rows = json_lines(iter(lines)) if name.endswith("l") else csv_lines(lines, delimiter_of("".join(lines[:1])), where)
+    # with line ends and blank lines, because a quoted cell may contain line breaks
+    whole = [f"{line}\n" if line.strip() else "\n" for line in source.read_text(name).split("\n")]
+    rows = json_lines(iter(whole)) if name.endswith("l") else csv_lines(whole, delimiter_of("".join(lines[:1])), where)
     _, header = next(rows, (0, []))
     sound, text, speaker = (
         next((header.index(column) for column in usual if column in header), None)

@@ -140,6 +140,8 @@ def _stamp(file: str) -> tuple[str, int, int] | None:
 
 def _read(source: Source, cache_dir: Path, sample_rate: int | None, progress: Progress) -> Corpus:
     what, utterances = utterances_of(source)
+    if not utterances:
+        raise UserError(f"{source.where()}: lists no utterances; add a line for each recording")
     _refuse_repeated(source, utterances)
     left_out = source.left_out
     # temporary files instead of memory, for corpora of any length

@@ -49,7 +49,7 @@ def hold_out(
 
 def speaker_folds(corpus: Corpus, num_folds: int) -> list[list[str]]:
     """Assigns the sorted speakers to folds in rotation. Raises UserError for more folds than speakers."""
-    speakers = _speakers(corpus)
+    speakers = _speakers(corpus, f"--folds {num_folds}", "leave the flag out")
     if not 2 <= num_folds <= len(speakers):
         raise UserError(f"--folds {num_folds}: must be from 2 to {len(speakers)}, the number of speakers")
     return [speakers[i::num_folds] for i in range(num_folds)]
@@ -76,7 +76,7 @@ def _utterance_rank(name: str) -> tuple[bytes, bytes]:
 def _by_speaker(
     corpus: Corpus, val_share: float, test_share: float, val_speakers: Collection[str], test_speakers: Collection[str]
 ) -> np.ndarray:
-    known = _speakers(corpus)
+    known = _speakers(corpus, "--split speaker", "use --split utterance")
     named = {"test": test_speakers, "val": val_speakers}
     for part, speakers in named.items():
         for stranger in sorted(set(speakers) - set(known)):
@@ -94,11 +94,11 @@ def _by_speaker(
     return np.array([part_of[speaker] for speaker in corpus.speakers])
 
 
-def _speakers(corpus: Corpus) -> list[str]:
+def _speakers(corpus: Corpus, given: str, advice: str) -> list[str]:
     """Returns the speakers, sorted. Raises UserError if an utterance has no speaker."""
     if "" in corpus.speakers:
         nameless = corpus.names[corpus.speakers.index("")]
-        raise UserError(f"--split speaker: the speaker of {nameless} is unknown; use --split utterance")
+        raise UserError(f"{given}: the speaker of {nameless} is unknown; {advice}")
     return sorted(set(corpus.speakers))
 
 

@@ -267,7 +267,7 @@ def _doubt(texts: Sequence[str], counts: np.ndarray, numbers: np.ndarray, rival:
     """Explains why the chosen decimal sign may be wrong; returns "" if the sign is not in doubt.
 
     numbers: values with the chosen sign. rival: values with the other sign; if the two never differ, there is no doubt.
-    If some rows are numbers with only one of the signs, the chosen sign must fit nearly all of these rows.
+    Some rows may be numbers with only one of the two signs; the chosen sign must fit nearly all of these rows.
     Without such rows, the sign is in doubt only if, for example, 1500 occurs beside 1,234 and no other column shows the
     sign.
     """

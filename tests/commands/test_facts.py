@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, WEIGHTED, load
-from tests.helpers.weighted_task import Weighted
+from tests.helpers.weighted_task import Weighted, WeightedFlags
 from trainer import load as load_run
 from trainer.commands import facts
 from trainer.commands.facts import identify_code, read_git
-from trainer.commands.resume import code_changes
+from trainer.commands.resume import Changes, code_changes
+from trainer.common.errors import UserError
 
 TASK = ["--task", "tests/helpers/lexicon_task.py:Lexicon", "--num-threads", 1, "--lr", 1.0]
 ONE = {"commit": "1" * 40, "changed": False, "task_file": "my.py", "task_sha256": "a"}
@@ -161,6 +162,15 @@ def test_weights_do_not_meet_other_data_of_the_same_size(more, advice, trained, 
     _, err = on_cpu(*TASK, "--text", text, "--save-dir", run, *more, status=2)
     assert len(err) == 1 and "the letters of the training data and of the checkpoint" in err[0], err
     assert err[0].endswith(f": abd instead of abc; use the same data{advice}")
+
+
+@pytest.mark.parametrize("join", ["\n".join, list])
+def test_long_facts_are_told_by_what_differs(join, tmp_path):
+    task = Weighted(WeightedFlags(), 0, tmp_path)
+    names = list(map(str, range(100)))
+    then, now = {"items": join(names)}, {"items": join([*names[1:], "new one", "another"])}
+    with pytest.raises(UserError, match=r"differ: 2 new \(.*another.*\) and 1 missing \(0\); use the same data"):
+        Changes({"data_facts": then}, {"data_facts": now, "config": {}}, task).refuse_other_data("")
 
 
 def test_flags_that_name_other_data_are_told(trained, on_cpu, tmp_path):

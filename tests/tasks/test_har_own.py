@@ -167,7 +167,7 @@ def test_folds_are_made_of_people(own, run_here, tmp_path):
 def test_mistakes(own, run_here, recordings, tmp_path):
     save = ["--save-dir", tmp_path / "run"]
     for argv, part in (
-        (["--window", 40, *SHORT], "--window 40: applies only to your own recordings; give recordings with --data-dir"),
+        (["--window", 40, *SHORT], "--window 40: only for your own recordings; give recordings with --data-dir"),
         (
             [*own, "--val-subjects", "zoe"],
             "--val-subjects zoe: no such training subjects; the training subjects are ann bob cat dan fay",

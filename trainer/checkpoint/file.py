@@ -274,7 +274,7 @@ def error_of_saving(state: Mapping[str, Any], resumable: bool = True) -> str | N
 
 
 def error_of_model(weights: Mapping[str, Any]) -> str | None:
-    """Returns a message if a state dict could not be loaded after saving; otherwise None."""
+    """Returns why a state dict, once saved, could not be loaded; None if it could."""
     return _unreadable(weights) or first_schema_error([by_name(dense_tensor)], weights)
 
 

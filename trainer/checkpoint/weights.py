@@ -66,9 +66,8 @@ def load_best_weights(folder: Path, say: Callable[[str], None]) -> dict[str, Any
 
 
 def runs_within(folder: Path) -> list[Path]:
-    """Lists the run directories in a folder made by `--seeds` or `--folds`."""
-    places = ("seed-*", "fold-*", "fold-*/seed-*")
-    return sorted(path.parent for place in places for path in folder.glob(f"{place}/{MANIFEST}"))
+    """Lists the run directories in a folder, such as one made by `--seeds` or `--folds`."""
+    return sorted(path.parent for depth in ("*", "*/*") for path in folder.glob(f"{depth}/{MANIFEST}"))
 
 
 def find_settings(folder: Path, of_best: bool) -> tuple[str, dict[str, Any]] | None:

@@ -45,7 +45,8 @@ def choose_start(directory: RunDirectory, given: CheckpointFlags) -> dict[str, A
         return None
     if directory.has_checkpoint if source is None else _has_taken_over(directory, source):
         return directory.load_newest()
-    if runs_within(directory.path):
+    own = (run.relative_to(directory.path).parts[0] for run in runs_within(directory.path))
+    if any(name.startswith(("seed-", "fold-")) for name in own):
         raise UserError(
             f"--save-dir {directory.path}: contains several runs; repeat the command with their --seeds or --folds, or "
             "choose another folder"
@@ -195,8 +196,8 @@ class Changes:
         for name in sorted(then.keys() | now.keys() if to_train else then.keys()):
             if not alike(then.get(name), now.get(name)):
                 raise UserError(
-                    f"the {name} of the training data and of {source} differ: {_beginning(now.get(name))} instead of "
-                    f"{_beginning(then.get(name))}; {self._advice_on_data(to_train)}"
+                    f"the {name} of the training data and of {source} differ: "
+                    f"{_difference(then.get(name), now.get(name))}; {self._advice_on_data(to_train)}"
                 )
 
     def _advice_on_data(self, to_train: bool = True) -> str:
@@ -291,6 +292,21 @@ class Changes:
         if different:
             notes.append(f"These changes may alter rounding relative to an uninterrupted run: {', '.join(different)}.")
         return notes
+
+
+def _difference(then: Any, now: Any) -> str:
+    """Describes how two values differ; of long lists and of lines, shows only entries that one of them lacks."""
+    before, after = _entries(then), _entries(now)
+    more, fewer = ([name for name in one if name not in other] for one, other in ((after, before), (before, after)))
+    if len(shown(now)) <= _SHOWN_WIDTH or not (more or fewer):
+        return f"{_beginning(now)} instead of {_beginning(then)}"
+    told = {"new": more, "missing": fewer}
+    return " and ".join(f"{len(some):,} {word} ({_beginning(some)})" for word, some in told.items() if some)
+
+
+def _entries(value: Any) -> dict[str, None]:
+    entries = value.split("\n") if isinstance(value, str) else value if isinstance(value, list) else []
+    return dict.fromkeys(map(shown, entries))
 
 
 def _beginning(value: Any) -> str:

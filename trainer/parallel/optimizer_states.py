@@ -267,7 +267,7 @@ def _refuse_other_entries(
             if group.get(setting) and any(entry not in kept for kept in its):
                 raise UserError(
                     f"{type(optimizer).__name__} of phase {phase!r} has {setting}={group[setting]}, but the checkpoint "
-                    f"was trained without; undo the change, {advice}"
+                    f"was trained without this setting; undo the change, {advice}"
                 )
     if not isinstance(optimizer, TORCH_OPTIMIZERS):
         return

@@ -1,6 +1,6 @@
 """Random activation functions of a causal model's units, tabulated on a grid.
 
-The module uses only torch functions that treat all positions of a tensor equally: exp, log, sin, tanh and arithmetic.
+The module uses only torch functions that round alike at every position of a tensor: exp, log, sin, tanh and arithmetic.
 Other functions, such as F.silu, round the last elements of a tensor differently.
 """
 

@@ -12,7 +12,7 @@ from tests.data.speech.conftest import wav
 from tests.helpers.archives import tarred, zipped
 from trainer.common.errors import UserError
 
-METADATA = 'file_name,transcription,speaker_id\na.wav,"Good, morning",7\nsub/b.wav,"night ""now""",8\n'
+METADATA = 'file_name,transcription,speaker_id\na.wav,"Good,\n\nmorning",7\nsub/b.wav,"night ""now""",8\n'
 HUGGING_FACE = {
     "csv": {"metadata.csv": METADATA, "a.wav": None, "sub/b.wav": None},
     "splits": {
@@ -45,7 +45,7 @@ HUGGING_FACE = {
     },
     "commands alone": {"yes/0a7c2a8d_nohash_0.wav": None, "no/0b09edd3_nohash_1.wav": None},
     "NeMo": {
-        "train_manifest.json": json.dumps({"audio_filepath": "a.wav", "text": "one", "duration": 0.01}) + "\n",
+        "train_manifest.json": json.dumps({"audio_filepath": "a.wav", "text": "one", "duration": 0.01, "speaker": 0}),
         "a.wav": None,
     },
 }  # fmt: skip
@@ -76,7 +76,7 @@ FOUND = {
     "commands alone": {
         "yes/0a7c2a8d_nohash_0.wav": ("yes", "0a7c2a8d", ""), "no/0b09edd3_nohash_1.wav": ("no", "0b09edd3", ""),
     },
-    "NeMo": {"a.wav": ("one", "", "")},
+    "NeMo": {"a.wav": ("one", "0", "")},
 }  # fmt: skip
 """Sound -> transcript, speaker and split."""
 
