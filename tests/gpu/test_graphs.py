@@ -11,7 +11,8 @@ from tests.gpu.test_training import HELPERS, POISONED
 from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
 from trainer.loop import blocks, graphs
 from trainer.loop.graphs import GraphedLearner
-from trainer.loop.recording import Packed, difference
+from trainer.loop.memory import free_memory
+from trainer.loop.recording import REPLAYS, Packed, Recorder, difference
 
 GRAPHS = ["--cuda-graphs", "on"]
 PIECES = [
@@ -90,6 +91,7 @@ OBSTACLES = {
     "Annealed": "a step replaces factor, but a graph would keep its old value",
     "RefusingTask": "nobody looks on (recorded_task.py, line",
     "OwnRows": "gradients of sparse embeddings change size in every step",
+    "PinningTask": "the captured code copies a tensor of shape (2,) from pinned memory, which may be reused",
     "FromHostTask": "operation not permitted when stream is capturing (recorded_task.py, line",
 }
 
@@ -237,6 +239,23 @@ def test_a_rank_that_lacks_memory_goes_on_alone(tmp_path, cache_dir):
     assert_same_bits(*(load(tmp_path / name / "ranks" / "last.pth") for name in ("launched", "recorded")))
 
 
+@on_imagined_gpus()
+def test_a_capture_that_an_exception_ends_keeps_no_memory():
+    recorder = Recorder(torch.device("cuda", 0))
+    torch.ones(1, device="cuda")
+    before = GPUS.memory_in_use()
+
+    def work():
+        torch.ones(2**20, device="cuda")
+        raise ValueError("ends here")
+
+    with pytest.raises(ValueError, match="ends here") as raised:
+        recorder.record(work)
+    del raised
+    free_memory()
+    assert GPUS.memory_in_use() == before
+
+
 @pytest.mark.slow
 @on_imagined_gpus(may_wait=True)
 def test_a_lack_of_memory_in_a_recording_leaves_no_trace(tmp_path, cache_dir):
@@ -287,7 +306,7 @@ def test_values_are_compared_up_to_an_open_order_of_summation():
     value, nan = torch.tensor([1.0, -2.0]), torch.tensor([torch.nan, torch.inf])
 
     def compared(found, *replayed, expected=value):
-        replays = iter([*replayed, *[found] * 3])
+        replays = iter([*replayed, *[found] * REPLAYS])
         return difference({"a": expected}, {"a": found}, lambda: {"a": next(replays)}, 1e-4)
 
     assert compared(value) is None and compared(nan, expected=nan) is None

@@ -114,13 +114,21 @@ class FromHost(Network):
         return super().forward(x) + torch.tensor([0.5, -0.5]).to(x.device, non_blocking=True)
 
 
+class Pinning(Network):
+    """Uploads a constant from memory that each forward pins."""
+
+    def forward(self, x):
+        shift = torch.tensor([0.5, -0.5]).pin_memory() if x.is_cuda else torch.tensor([0.5, -0.5])
+        return super().forward(x) + shift.to(x.device, non_blocking=True)
+
+
 def task_of(network: type[nn.Module]) -> type[Shaped]:
     return type(f"{network.__name__}Task", (Shaped,), {"build": lambda self: network(), "Config": Shaped.Config})
 
 
 WaitingTask, DrawingTask, DrawingByTorchTask = task_of(Waiting), task_of(Drawing), task_of(DrawingByTorch)
 CountingTask, HookedTask, FromHostTask = task_of(Counting), task_of(Hooked), task_of(FromHost)
-CountingElsewhereTask = task_of(CountingElsewhere)
+CountingElsewhereTask, PinningTask = task_of(CountingElsewhere), task_of(Pinning)
 
 
 class SkippingObjective(ShapedObjective):

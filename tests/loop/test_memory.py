@@ -229,6 +229,8 @@ def test_a_dry_run_finds_the_size_and_leaves_nothing_behind(tmp_path):
     [
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
         "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "cuFFT error: CUFFT_ALLOC_FAILED",
+        "Triton Error [CUDA]: out of memory",
         "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
     ],

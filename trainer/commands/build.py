@@ -274,7 +274,8 @@ def open_run(
     for line in [*describe_run(run, flags), *notes]:
         run.log.say(line)
     if strategy.device.type == "cuda" and not run.is_complete:  # on the CPU, memory is not a fixed limit
-        run.memory.dry_run(run.task, run.plan, run.log.say)
+        with run.learner.launching():
+            run.memory.dry_run(run.task, run.plan, run.log.say)
     source, step = given.resume_from, run.progress.step
     if source is not None and strategy.group.on_main(
         lambda: brings_another_run(directory, source) or step not in {entry.step for entry in directory.entries}
@@ -370,7 +371,8 @@ def prepare_training(
         per_forward = min(2, memory.splits[index].batch_size)
         example = example_batch(task, index, per_forward * strategy.num_replicas, strategy.device.type == "cuda")
         strategy.group.activity.enter("the first forward and backward pass")
-        with memory.refusing_lack(per_forward, "try --batch-size 1"):
+        # DistributedDataParallel accumulates gradients on the stream on which it is built
+        with learner.launching(), memory.refusing_lack(per_forward, "try --batch-size 1"):
             learner.nets[phase] = strategy.wrap(learner.enter(phase))
             check_single_samples(learner, strategy, phase, orders[index], memory.splits[index], example)
             with refusing_compilation() if flags.blocks.compile else nullcontext():

@@ -217,7 +217,7 @@ class GraphedLearner(Learner, Watch):
         self._lines = []
 
     def launching(self) -> AbstractContextManager[None]:
-        gc.collect()  # frees tensors of trial forwards, which ran on another stream
+        gc.collect()  # frees tensors of forwards that ran on another stream
         return self._recorder.launching()
 
     def release(self) -> bool:

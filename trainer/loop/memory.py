@@ -39,12 +39,15 @@ _SIZE = integer(at_least=1)
 FORMAT = record({"device": text(), "asked_batch_size": _SIZE}, {"batch_size": optional(_SIZE)})
 OUT_OF_MEMORY = "Out of memory: continuing without CUDA graphs."
 _SINGLE = "with a single sample per forward pass"
-_OTHER_LACKS = re.compile(r"_STATUS_\w*ALLOC\w*_FAILED|CUDA (driver )?error: out of memory|Cuda failure.*out of memory")
-"""Matches out-of-memory messages of cuBLAS, cuDNN, the driver and NCCL, which have no exception type of their own."""
+_OTHER_LACKS = re.compile(
+    r"_STATUS_\w*ALLOC\w*_FAILED|CUFFT_ALLOC_FAILED|CUDA (driver )?error: out of memory|Cuda failure.*out of memory"
+    r"|Triton Error \[CUDA\]: out of memory"
+)
+"""Matches out-of-memory messages of libraries and the driver, which have no exception type of their own."""
 
 
 def lacks_memory(error: RuntimeError) -> bool:
-    """Returns whether an error is an out-of-memory error of CUDA, cuBLAS, cuDNN or NCCL."""
+    """Returns whether an error is an out-of-memory error of CUDA, or of a library such as cuBLAS, cuFFT or NCCL."""
     return isinstance(error, torch.OutOfMemoryError) or _OTHER_LACKS.search(str(error)) is not None
 
 

@@ -19,8 +19,11 @@ R = TypeVar("R")
 
 SUMMATIONS = 8
 """Tolerance of a comparison, as a multiple of the difference between replays of the same graph."""
-REPLAYS = 3
+REPLAYS = 8
 """Number of further replays that measure how much replays differ."""
+
+_INVALID: list[torch.cuda.CUDAGraph] = []
+"""Graphs of captures that CUDA invalidated; never freed, because PyTorch's allocators may still query them."""
 
 
 class CannotBeRecorded(RuntimeError):
@@ -38,7 +41,6 @@ class Recorder:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
-        self._broken: list[torch.cuda.CUDAGraph] = []
 
     def record(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Captures a call of the function without computing anything; returns the graph and the call's result.
@@ -50,6 +52,7 @@ class Recorder:
         before = generator.clone_state()
         if not self._graphs:  # PyTorch rejects a pool whose graphs have all been freed
             self._pool = torch.cuda.graph_pool_handle()
+        has_ended = False
         try:
             with torch.cuda.device(self._device), self.launching(), _without_collecting():
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -58,13 +61,14 @@ class Recorder:
                 except BaseException:
                     with suppress(RuntimeError):
                         graph.capture_end()
+                        has_ended = True  # so that freeing the graph also frees its memory
                     raise
                 graph.capture_end()
         except BaseException:
             generator.graphsafe_set_state(before)  # a generator state used in a failed capture stays in capture mode
-            # Replaces the pool and keeps the graph, because PyTorch may treat the pool as in use and query the graph.
-            end_allocating(self._device, self._pool)
-            self._broken.append(graph)
+            if not has_ended:
+                end_allocating(self._device, self._pool)
+                _INVALID.append(graph)
             self._pool = torch.cuda.graph_pool_handle()
             raise
         self._graphs.add(graph)
@@ -89,18 +93,18 @@ def dry_run(function: Callable[[], T]) -> tuple[T, list[Tensor]]:
     """Runs a function; returns its result and the existing tensors that it reads, which must outlive its CUDA graph.
 
     Raises the function's exceptions. Raises RuntimeError if PyTorch detects that the host waits for a GPU, or if every
-    call leaves behind a new tensor that is not in the result.
+    call leaves behind a new tensor that is not in the result, or copies from pinned memory that it allocates.
     """
-    result, reads, keeps = _rehearse_once(function)
-    if keeps:  # perhaps a tensor that only the first call creates
-        result, reads, keeps = _rehearse_once(function)
-    if keeps:
-        raise CannotBeRecorded(f"the captured code keeps a tensor of shape {keeps[0]}, which replays would overwrite")
+    result, reads, problem = _rehearse_once(function)
+    if problem:  # perhaps of a tensor that only the first call creates
+        result, reads, problem = _rehearse_once(function)
+    if problem:
+        raise CannotBeRecorded(f"the captured code {problem}")
     return result, reads
 
 
-def _rehearse_once(function: Callable[[], T]) -> tuple[T, list[Tensor], list[tuple[int, ...]]]:
-    """Runs a function once; returns its result, the tensors that it reads, and shapes of tensors that outlive it."""
+def _rehearse_once(function: Callable[[], T]) -> tuple[T, list[Tensor], str]:
+    """Runs a function once; returns its result, the tensors that it reads, and why replays would be wrong, or ""."""
     # single-threaded autograd, because the dispatch mode sees only operators of this thread
     with _refusing_waits(), torch.autograd.set_multithreading_enabled(False), _Reads() as reads:
         result = function()
@@ -111,15 +115,22 @@ def _rehearse_once(function: Callable[[], T]) -> tuple[T, list[Tensor], list[tup
     # `reads.found` also contains temporaries of compiled code; clearing it frees them at once.
     found = [ref(tensor) for tensor in reads.found.values()]
     reads.found.clear()
-    return result, [tensor for each in found if (tensor := each()) is not None], keeps
+    problem = f"keeps a tensor of shape {keeps[0]}, which replays would overwrite" if keeps else ""
+    if reads.uploads:
+        problem = f"copies a tensor of shape {reads.uploads[0]} from pinned memory, which may be reused before a replay"
+    return result, [tensor for each in found if (tensor := each()) is not None], problem
 
 
 class _Reads(TorchDispatchMode):
-    """Collects the tensors that operators read but did not create. found: maps a memory address to its tensor."""
+    """Collects the tensors that operators read but did not create.
+
+    found: maps a memory address to its tensor. uploads: shapes of pinned tensors that operators created and copied.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[int, Tensor] = {}
+        self.uploads: list[tuple[int, ...]] = []
         self._made: set[int] = set()
         self._outputs: list[ref[Tensor]] = []
 
@@ -135,6 +146,8 @@ class _Reads(TorchDispatchMode):
             memory = tensor.untyped_storage().data_ptr()
             if memory not in self._made:
                 self.found[memory] = tensor
+            elif not tensor.is_cuda and tensor.is_pinned():
+                self.uploads.append(tuple(tensor.shape))
         result = func(*args, **(kwargs or {}))
         for tensor in _strided(result):
             memory = tensor.untyped_storage().data_ptr()
