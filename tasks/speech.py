@@ -141,7 +141,10 @@ class SpeechFlags(FlagGroup):
         metavar="FRAMES", above=0,
     )  # fmt: skip
     subsampling: int = flag(
-        4, "plmu: spectrogram frames merged into one input frame of the blocks", at_least=1, needs=_OF_PLMU
+        4,
+        "plmu: number of successive spectrogram frames merged into one input of the blocks",
+        at_least=1,
+        needs=_OF_PLMU,
     )
     hidden_size: int = flag(512, "lmu: width of each layer", at_least=1, needs=_OF_LMU)
     num_layers: int = flag(4, "lmu: number of layers, each with attention and an LMU", at_least=1, needs=_OF_LMU)

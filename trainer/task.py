@@ -296,8 +296,8 @@ class Task(ABC):
     def build_objective(self) -> Objective:
         """Builds a freshly initialised model with its loss, on the CPU, in float32.
 
-        `--predict` and `trainer.load` build the model without the data; if `data_facts` is set, read all sizes
-        that depend on the data from it. To set initial weights from the data, define `initialise`.
+        `--predict` and `trainer.load` build the model without the data; if `data_facts` is set, it contains
+        all sizes that depend on the data. To set initial weights from the data, define `initialise`.
         """
 
     def describe_data(self) -> Mapping[str, Any]:

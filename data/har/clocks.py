@@ -31,10 +31,13 @@ def num_disorders(clocks: np.ndarray) -> int:
     return int(goes_back.sum(axis=0).min(initial=len(clocks))) if clocks.shape[1] else 0
 
 
-def is_newest_first(steps: np.ndarray) -> bool:
-    """Returns whether clocks fall instead of rising. steps: (n, K), their steps from row to row."""
+def are_out_of_order(steps: np.ndarray) -> bool:
+    """Returns whether clocks fall often, as in rows that are shuffled or newest first.
+
+    steps: (n, K), steps of the clocks from row to row.
+    """
     rises, falls = (steps > 0).sum(axis=0), (steps < 0).sum(axis=0)
-    return bool((falls > 2 * rises).any() and (falls >= rises).all())
+    return bool(falls.any() and (2 * falls >= rises).all())
 
 
 def rate_and_gaps(clocks: np.ndarray, in_seconds: np.ndarray) -> tuple[float | None, np.ndarray]:

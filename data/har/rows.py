@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from data.csv_lines import CsvTable, Line, is_number, plain_name, without_point
-from data.har.clocks import is_clock, is_newest_first, rate_and_gaps
+from data.har.clocks import are_out_of_order, is_clock, rate_and_gaps
 from data.har.windows import SIGNALS
 from data.moments import moments_of, settled
 from data.table_files import LeftOut
@@ -234,10 +234,10 @@ def read_rows(
         trials += [tuple(fields[column].strip() for column in roles.trials) for _, fields in whole]
     times = clocks.settle()
     is_same = [before == row for before, row in pairwise(zip(keys[0], trials, strict=True))]
-    if is_newest_first(np.diff(times, axis=0)[is_same]):
+    if are_out_of_order(np.diff(times, axis=0)[is_same]):
         raise UserError(
-            f"{where}: the clock ({', '.join(clocks.names)}) falls from row to row, so the newest row is first; sort "
-            "the rows by time, or remove the clock column if it is wrong"
+            f"{where}: the clock ({', '.join(clocks.names)}) often falls from one row to the next; sort the rows by "
+            "time, or remove the clock column if it is wrong"
         )
     rows = Rows(
         np.concatenate(signals), *keys, spellings, trials, times, clocks.in_seconds, clocks.moments, clocks.unread,

@@ -94,7 +94,8 @@ class NeighbourTable(SimpleRecommender):
 class EASE(SimpleRecommender):
     """Linear item-item model in closed form (Steck, "Embarrassingly shallow autoencoders", WWW 2019).
 
-    weights: (num_items + 1, num_items + 1); [i, j] is the weight of item i in a history for the score of item j.
+    weights: (num_items + 1, num_items + 1); [i, j] is what item i, if it is in the history, adds to the score
+    of item j.
     """
 
     weights: Tensor

@@ -330,7 +330,7 @@ def test_rows_in_another_order_than_that_of_the_clock(load, tmp_path):
     assert said not in " ".join(load(write(tmp_path / "two.csv", two, ["millis", "second", *names[1:]])).remarks)
 
 
-def test_rows_with_the_newest_first_are_refused(load, tmp_path):
+def test_rows_out_of_order_are_refused(load, tmp_path):
     """In new recordings too; also by a clock of whole seconds, beside a date that never changes."""
     names, wanted = ["time", "acc", "subject", "activity"], WindowFormat(("acc",), ("sit", "walk"), 10, 10, 50.0)
     for rate, first in ((25, names), (0.5, ["date", *names])):
@@ -339,9 +339,10 @@ def test_rows_with_the_newest_first_are_refused(load, tmp_path):
         ]
         path = write(tmp_path / "mine.csv", rows, first)
         assert len(load(path, channels=("acc",)).recordings.signals) == 4 * 6
-        refusal = rf"mine.csv: the clock \({', '.join(first[:-3])}\) falls from row to row, .*; sort the rows by time"
-        for newest_first in (rows[::-1], [*rows[59::-1], *rows[:59:-1]]):
-            write(path, newest_first, first)
+        refusal = rf"mine.csv: the clock \({', '.join(first[:-3])}\) often falls .*; sort the rows by time"
+        shuffled = [rows[k] for k in np.random.default_rng(0).permutation(len(rows))]
+        for wrong in (rows[::-1], [*rows[59::-1], *rows[:59:-1]], sorted(shuffled, key=lambda row: row[-2:])):
+            write(path, wrong, first)
             with pytest.raises(UserError, match=f"--data-dir .*{refusal}"):
                 load(path, channels=("acc",))
             with pytest.raises(UserError, match=f"--predict .*{refusal}"):
