@@ -183,6 +183,14 @@ def test_an_interrupted_fit_saves_and_goes_on_to_the_bit(step, acts, tmp_path):
     same_run(tmp_path / "whole", tmp_path / "parts")
 
 
+def test_a_scheduler_s_signal_saves_and_ends_the_script(acts, tmp_path):
+    acts(lambda: os.kill(os.getpid(), signal.SIGTERM), 1)
+    with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+        trainer.fit(Actor, save_dir=tmp_path, **SETTINGS)
+    assert trainer.SavedRun(tmp_path).state == "preempted"
+    assert trainer.fit(Actor, save_dir=tmp_path, **SETTINGS).run.state == "finished"
+
+
 def test_a_second_interrupt_does_not_wait(acts, tmp_path):
     acts(lambda: [interrupt(), time.sleep(ONE_CTRL_C_S + 0.1), interrupt()], 1)
     with pytest.raises(KeyboardInterrupt):
@@ -562,7 +570,8 @@ def test_processes_that_are_killed_at_once_are_not_taken_for_stopped(monkeypatch
     with pytest.raises(Failure, match="ended with status 137"):
         trainer.fit(Weighted, **again)
     monkeypatch.setattr("trainer.api.start_processes", lambda *_: 128 + signal.SIGTERM)
-    assert trainer.fit(Weighted, **again).run.state == "preempted"
+    with pytest.raises(SystemExit, match="143"):
+        trainer.fit(Weighted, **again)
 
 
 @pytest.mark.slow

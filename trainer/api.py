@@ -146,8 +146,10 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
     `multi_gpu="ddp"` starts processes that import the task's class, or run the script again up to this call.
 
     Ctrl-C during training saves the run and returns it with the state "preempted" and no metrics. A second Ctrl-C, or a
-    Ctrl-C before training, raises KeyboardInterrupt at once. A run stopped by `max_minutes` has the state "paused" and
-    no metrics. At its end, `fit` restores signal handlers, random number generators and other process state.
+    Ctrl-C before training, raises KeyboardInterrupt at once. Other stop signals, such as SIGTERM, and any stop under a
+    launcher save the run and end the script (SystemExit) with the status of the command line. A run stopped by
+    `max_minutes` has the state "paused" and no metrics. At its end, `fit` restores signal handlers, random number
+    generators and other process state.
 
     Raises a UserError that lists all errors in the settings, or the exception that the task raised. If one of several
     processes fails, the other processes raise Failure.
@@ -237,8 +239,11 @@ def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | 
         strategy = start_strategy(flags, environment)
         strategy.group.diagnosis.prints = environment is not None  # a single process raises the error
         with strategy.group.in_use():
-            run_command(flags, argv, strategy)
-            return Fitted(strategy.group.on_main(lambda: _metrics_at_end(run)), run)
+            status = run_command(flags, argv, strategy)
+            metrics, state = strategy.group.on_main(lambda: (_metrics_at_end(run), run.state))
+    if state == "preempted" and (environment is not None or status != 128 + signal.SIGINT):
+        sys.exit(status)
+    return Fitted(metrics, run)
 
 
 def _fit_in_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str], run: SavedRun, number: int) -> Fitted:
@@ -311,6 +316,8 @@ def _ended(status: int, form: str, run: SavedRun) -> Fitted:
         raise KeyboardInterrupt
     if status != 0 and not was_stopped:
         raise Failure(f"the processes that {form} started ended with status {status}", status)
+    if was_stopped and status != 128 + signal.SIGINT:
+        sys.exit(status)
     return Fitted(_metrics_at_end(run), run)
 
 

@@ -259,7 +259,11 @@ def test_a_task_whose_flags_are_none_or_the_trainers_own_is_refused(refused, tmp
     )
     refused(["Bare must define build_objective, splits"], "--task", f"{tmp_path}/odd.py:Bare")
     refused(["Odd.Config must be a dataclass of its flags"], "--task", f"{tmp_path}/odd.py:Odd")
-    refused(["its flags --epochs are flags of the trainer; rename those fields"], "--task", f"{tmp_path}/odd.py:Taking")
+    refused(
+        ["its flags --epochs are already flags of the trainer; rename these flags"],
+        "--task",
+        f"{tmp_path}/odd.py:Taking",
+    )
     refused(["odd.py:Plain: Config.size: must be defined with flag()"], "--task", f"{tmp_path}/odd.py:Plain")
     refused(["Config.sizes: a flag cannot have the type list[int]"], "--task", f"{tmp_path}/odd.py:Listing")
     refused(["Empty must define build_objective, splits"], "--task", f"{tmp_path}/odd.py:Empty")

@@ -183,7 +183,7 @@ def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[ty
         raise UserError(f"--task {task_name}: {task_type.Config.__name__}.{error}") from None
     if taken := sorted(options(*group_types).keys() & own.keys()):
         names = ", ".join(map(flag_name, taken))
-        raise UserError(f"--task {task_name}: its flags {names} are flags of the trainer; rename those fields")
+        raise UserError(f"--task {task_name}: its flags {names} are already flags of the trainer; rename these flags")
     if missing := ", ".join(sorted(task_type.__abstractmethods__)):
         raise UserError(f"--task {task_name}: {name} must define {missing}; see Task in trainer/task.py")
     # one folder per task, since a task cannot resume another task's run
