@@ -194,6 +194,24 @@ def test_init_from_takes_weights_and_nothing_else(train, tmp_path):
     assert largest_difference(load(source), load(tmp_path / "still" / "final.pth")) < 1e-6
 
 
+def test_init_from_has_no_effect_on_a_run_that_has_started(train, tmp_path):
+    first, other, run = (tmp_path / name for name in ("first", "other", "run"))
+    for folder, seed in ((first, 1), (other, 2)):
+        train(folder, "--seed", seed)
+    train(run, "--init-from", first / "last.pth")
+    assert "no effect" not in train(run, "--init-from", first / "last.pth", "--epochs", 2)
+    out = train(run, "--init-from", other / "last.pth", "--epochs", 3)
+    assert f"--init-from {other / 'last.pth'} has no effect, because the run has already started" in out
+    recorded = json.loads((run / "config.json").read_text())["config"]["--init-from"]
+    assert recorded == str(load(run / "last.pth")["config"]["--init-from"]) == str(first / "last.pth")
+
+
+def test_a_changed_global_batch_is_told(train, tmp_path):
+    train(tmp_path)
+    out = train(tmp_path, "--epochs", 2, "--grad-accum-steps", 2)
+    assert "The global batch changes from 8 to 16 samples." in out
+
+
 def test_init_from_the_run_that_is_moved_aside(train, tmp_path):
     """Starting over from one's own best weights is what these two flags are for."""
     train(tmp_path)

@@ -182,7 +182,7 @@ def test_a_signal_that_reached_another_process(happening, command, tmp_path):
         module.write("\ndef is_second():\n    import torch\n    return torch.distributed.get_rank() == 1\n")
     command(*launcher(2), *args, status=128 + signal.SIGTERM)
     state = state_of(tmp_path / "run")
-    assert (state["state"], state["signal"]) == ("preempted", None)
+    assert (state["state"], state["signal"]) == ("preempted", signal.SIGTERM)
     assert state["step"] == newest(tmp_path / "run")["step"]
 
 

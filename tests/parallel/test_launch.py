@@ -359,16 +359,17 @@ def test_ctrl_c_on_a_terminal_comes_to_each_rank_once(environment, tmp_path):
     assert json.loads(state.read_text())["state"] == "preempted"
 
 
-def test_a_signal_before_a_process_starts_reaches_it(monkeypatch, capfd):
+@pytest.mark.parametrize(("number", "again"), [(signal.SIGINT, None), (signal.SIGTERM, rest)])
+def test_a_signal_before_a_process_starts_reaches_it(number, again, monkeypatch, capfd):
     start = launching.Launcher.start
 
     def asked_before(launcher, *args):
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         monkeypatch.undo()
         return start(launcher, *args)
 
     monkeypatch.setattr(launching.Launcher, "start", asked_before)
-    assert launching.launch(rest, 1) == 128 + signal.SIGINT
+    assert launching.launch(rest, 1, again) == 128 + number
     assert capfd.readouterr().err == ""
 
 

@@ -120,6 +120,7 @@ def resume(
         if not progress.position.at_epoch_start:
             changes.refuse_other_epochs()
         notes.append(f"The training data changed: {then} -> {now} samples.")
+    notes += changes.keep_initial_weights()
     notes += [*changes.notes_on_data, *changes.notes_on_order(plan, progress.position)]
     if progress.best is not None and changes.scores_differ:
         epoch = progress.best.epoch
@@ -233,6 +234,18 @@ class Changes:
         drops = self.then["config"]["--drop-last"] or self.now["config"]["--drop-last"]  # not new data
         return not drops and self.then["phase_sizes"] != self.now["phase_sizes"]
 
+    def keep_initial_weights(self) -> list[str]:
+        """Keeps the record of the files that initialised the run; returns notes on other given files."""
+        before, now, notes = self.then.get("config", {}), self.now["config"], []
+        for name in ("--init-from", "--init-from-partial"):
+            given, now[name] = now.get(name), before.get(name)
+            if given is not None and not _is_same(now[name], given):
+                notes.append(
+                    f"{name} {given} has no effect, because the run has already started; to start from this file, add "
+                    "--fresh or choose another --save-dir."
+                )
+        return notes
+
     @property
     def notes_on_data(self) -> list[str]:
         """A note if the digest of the data (`digest_of_data`) changed."""
@@ -281,7 +294,10 @@ class Changes:
         notes += [f"{_CHANGED}: the helper {name} or its weights" for name in names]
         then, now = self.then["environment"], self.now["environment"]
         wholes = self.now["global_batch_sizes"]
-        if then["num_devices"] != now["num_devices"] and wholes == self.then["global_batch_sizes"]:
+        if wholes != self.then["global_batch_sizes"]:
+            sizes = [" and ".join(map(str, facts["global_batch_sizes"])) for facts in (self.then, self.now)]
+            notes.append(f"The global batch changes from {sizes[0]} to {sizes[1]} samples.")
+        elif then["num_devices"] != now["num_devices"]:
             notes.append(
                 f"The global batch stays at {' and '.join(map(str, wholes))} samples on {now['num_devices']} "
                 f"device(s) instead of {then['num_devices']}; batch size per device and accumulation steps adapt."

@@ -164,7 +164,9 @@ class RunState:
 
     def enter(self, state: State, message: str | None = None) -> None:
         """Records a state; skips a repeated "finished". All processes must call it. Raises UserError on disk errors."""
-        self._strategy.group.on_main(lambda: self._write(state, message))
+        own = self.run.stop.signal_number if self.run is not None else None
+        received = next((number for number in self._strategy.group.gather(own) if number is not None), None)
+        self._strategy.group.on_main(lambda: self._write(state, message, received))
 
     def record_failure(self, error: BaseException) -> None:
         """Saves the last steps after a failure, if possible, and records the failure.
@@ -201,7 +203,8 @@ class RunState:
             self.run.saver.end()  # completes a pending write
         self.record_failure(failure)
 
-    def _write(self, state: State, message: str | None = None) -> None:
+    def _write(self, state: State, message: str | None, received: int | None = None) -> None:
+        """Writes state.json. received: number of the stop signal that a process received, if the caller knows it."""
         run, path = self.run, self._directory.path / STATE
         if run is not None:
             run.log.state = state
@@ -213,7 +216,7 @@ class RunState:
                 "state": state,
                 "epoch": run.progress.position.epoch if run is not None else None,
                 "step": run.progress.step if run is not None else None,
-                "signal": run.stop.signal_number if run is not None else None,
+                "signal": received or (run.stop.signal_number if run is not None else None),
                 "message": message,
                 "host": socket.gethostname(),
                 "process": os.getpid(),

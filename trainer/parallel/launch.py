@@ -233,7 +233,8 @@ def _launch_once(run: Callable[[RankEnvironment], int], world_size: int, has_che
             codes += launcher.wait(deadline - time.monotonic()).values()
     failed, exit_code = failures[0] if failures else (0, 0)
     goes_on = EXIT_RESTART in codes
-    if launcher.stop and (exit_code == 0 or goes_on or not has_checkpoints):
+    died_of_stop = exit_code == -(launcher.stop.signal_number or 0)  # before the process handled signals
+    if launcher.stop and (died_of_stop or goes_on or not has_checkpoints):
         return launcher.stop.exit_status
     if exit_code < 0:
         end = "; restarting" if goes_on else f"; {RESUMES}" if has_checkpoints else ""
