@@ -112,7 +112,7 @@ class KgatFlags(FlagGroup):
     )
     loss: Literal["softmax", "bpr"] = flag(
         "softmax", "training loss; softmax: a sample is a user, whose items are compared with all items; bpr: "
-        "a sample is an item of a user, which is compared with one other item, as in KGAT's paper", common=True,
+        "a sample is one of a user's items, compared with one other item, as in KGAT's paper", common=True,
         needs=_TRAINED, absent="bpr",
     )  # fmt: skip
     l2: float | None = flag(

@@ -13,7 +13,7 @@ _TURN_STREAM, _MAP_STREAM, _JITTER_STREAM, _TEMPO_STREAM = range(4)
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Strengths of random changes of training windows; strength 0 disables a change.
+    """Strengths of random changes to training windows; strength 0 disables a change.
 
     max_rotation_deg: largest rotation, in degrees: all triplets (x, y and z of a sensor) of a window rotate about one
         random axis, by one angle uniform in [-max, max].

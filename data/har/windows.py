@@ -152,7 +152,7 @@ def split_by_subject(
     Consecutive windows overlap, so a split of random windows would leak training data into validation.
 
     seed: seed of the augmentation. val_subjects: subset of `training_subjects`.
-    augmentation: changes of training windows.
+    augmentation: changes to training windows.
     """
     is_val = np.isin(recordings.subjects, val_subjects) & ~recordings.is_test
     rows = {"train": ~is_val & ~recordings.is_test, "val": is_val, "test": recordings.is_test}

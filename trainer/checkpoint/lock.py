@@ -54,7 +54,7 @@ class LockTaken(UserError):
 
 
 class Lock:
-    """Lock of a folder, held by this process, which renames and deletes files in the folder."""
+    """Lock on a folder, held by this process; its methods rename and delete files in the folder."""
 
     def __init__(self, folder: Path, file: IO[str], holder: Holder) -> None:
         self._path = folder / LOCK
