@@ -80,7 +80,8 @@ class SeqrecFlags(FlagGroup):
     )  # fmt: skip
     split: SplitKind = flag(
         "leave-one-out", "what to hold out; leave-one-out: each user's last item for the test, the item before it for "
-        "validation; ratio: the latest interactions of each user; time: the latest of all interactions",
+        "validation; ratio: a share of each user's interactions, the latest ones; time: the latest share of all "
+        "interactions",
     )  # fmt: skip
     val_share: float = flag(
         0.1, "with --split ratio or time: share of interactions for validation", above=0, below=1, needs=_OF_SHARES

@@ -71,7 +71,7 @@ def labelled_table(table: Table, label: str, drop: Mapping[str, str] = _NOTHING)
     labels = class_labels(table, label)
     left_out = [_left_out(named_column(table, name, flag), flag) for name, flag in drop.items()]
     if label in drop:
-        raise UserError(f"{table.where}: {drop[label]} {label}: is the --label column; name another column")
+        raise UserError(f"{table.where}: {drop[label]} {label}: names the --label column; give another column")
     rows = labels.values >= 0
     labels = replace(labels, values=labels.values[rows])
     features, reports, warnings = screened(table.without([label, *drop]), labels, rows)

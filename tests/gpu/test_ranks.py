@@ -99,4 +99,7 @@ def test_a_lost_rank_costs_one_step(tmp_path, cache_dir, monkeypatch):
             statuses = run_ranks([*argv, "--save-dir", tmp_path / name], 2, meeting)
             assert any(statuses) == (attempt < len(strikes)), (name, statuses)
     assert "The state after optimizer step 6 is saved" in GPUS.printed()
-    assert_same_bits(*(load(tmp_path / name / "final.pth") for name in ("whole", "struck")))
+    whole, struck = (load(tmp_path / name / "final.pth") for name in ("whole", "struck"))
+    for state in (whole, struck):  # the rescued run scored only a part of the second epoch's training samples
+        state["scores"] = {name: value for name, value in state["scores"].items() if not name.startswith("train/")}
+    assert_same_bits(whole, struck)

@@ -127,7 +127,8 @@ class Workers:
     def load(self, number: int, keys: Iterable[SampleKeys], trains: bool, ahead: bool) -> Iterator[Batch]:
         """Returns an iterator over batches of a loader, in the order of keys.
 
-        number: from `add`. trains: whether a trial times batches. ahead: whether only idle workers may make batches.
+        number: number of the loader, from `add`. trains: whether the batches are for training, so that a trial of the
+        workers times them. ahead: whether only idle workers may make the batches.
         """
         keys = map(self.completed, keys) if self._for_gpu else keys
         if self._processes is None:
