@@ -177,8 +177,7 @@ def refuse_non_finite(
     if all(name in buffers for name in bad):
         raise UnfitState(
             f"NaN in buffer(s) {', '.join(bad[:3])} after optimizer step {progress.step}, so nothing is saved; earlier "
-            "checkpoints are intact; if a buffer starts with NaN, start it with a number "
-            "or an infinity instead"
+            "checkpoints are intact; if a buffer starts with NaN, start it with a number or an infinity instead"
         )
     position = progress.position
     epoch = position.epoch if position.at_epoch_start else position.epoch + 1

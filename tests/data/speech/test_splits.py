@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from data.speech.corpus import Corpus
-from data.speech.splits import hold_out
+from data.speech.splits import hold_out, speaker_folds
 from trainer.common.errors import UserError
 
 PARTS = ("train", "val", "test")
@@ -103,8 +103,10 @@ def test_impossible_choice_of_speakers_is_refused(options, says):
 
 
 def test_unknown_speakers_cannot_be_held_out():
-    with pytest.raises(UserError, match="the speaker of b is unknown"):
+    with pytest.raises(UserError, match="--split speaker: the speaker of b is unknown; use --split utterance"):
         by_speaker(corpus_of(["a", "b"], ["s0", ""]), 0.5)
+    with pytest.raises(UserError, match="--folds 2: the speaker of b is unknown; leave the flag out"):
+        speaker_folds(corpus_of(["a", "b"], ["s0", ""]), 2)
 
 
 def test_no_training_data_is_refused():
