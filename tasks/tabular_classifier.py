@@ -28,7 +28,7 @@ from models.tabular.predictor import TEMPERATURE, TabularModel, predict
 from tasks.tabular import SHIPPED, TabularTask
 from trainer.api import fit
 from trainer.checkpoint.file import read_checkpoint
-from trainer.checkpoint.manifest import STATE, read_json
+from trainer.checkpoint.manifest import STATE, read_json, read_state
 from trainer.checkpoint.weights import TrainedRun, find_weights
 from trainer.commands.weights import model_of
 from trainer.common import forms
@@ -252,29 +252,33 @@ class TabularClassifier:
         of_weights = self._flags_of_weights()
         quiet = nullcontext() if self.verbose else redirect_stdout(io.StringIO())
         with _TUNING, tempfile.TemporaryDirectory() as folder, quiet:
-            path = Path(folder) / "table.npz"
+            path, run = Path(folder) / "table.npz", Path(folder) / "run"
             np.savez(path, X=self._context.numpy(), y=self._labels.numpy())
-            fitted = fit(
-                TabularTask,
-                data_dir=path,
-                tune=self.strategy,
-                test_share=0.0,
-                epochs=int(self.epochs),
-                lr=self.learning_rate,
-                global_batch_size=_TUNING_BATCH,
-                batch_size=-(-_TUNING_BATCH // int(self.num_devices)),
-                device=self.device,
-                seed=self._seed,
-                num_estimators=int(self.num_estimators),
-                max_context=int(self.max_context),
-                init_from_partial=self.weights,
-                save_dir=Path(folder) / "run",
-                **several,
-                **of_weights,
-            )
-            if fitted.run.state == "finished":
-                return find_weights(fitted.run.path, {}, say)
-            stopped_by = read_json(fitted.run.path / STATE).get("signal")
+            try:
+                fit(
+                    TabularTask,
+                    data_dir=path,
+                    tune=self.strategy,
+                    test_share=0.0,
+                    epochs=int(self.epochs),
+                    lr=self.learning_rate,
+                    global_batch_size=_TUNING_BATCH,
+                    batch_size=-(-_TUNING_BATCH // int(self.num_devices)),
+                    device=self.device,
+                    seed=self._seed,
+                    num_estimators=int(self.num_estimators),
+                    max_context=int(self.max_context),
+                    init_from_partial=self.weights,
+                    save_dir=run,
+                    **several,
+                    **of_weights,
+                )
+            except SystemExit:  # raised for stop signals other than Ctrl-C
+                if read_state(run) != "preempted":
+                    raise
+            if read_state(run) == "finished":
+                return find_weights(run, {}, say)
+            stopped_by = read_json(run / STATE).get("signal")
         signal.raise_signal(stopped_by or signal.SIGINT)
         raise KeyboardInterrupt  # in case the signal's handler returns
 

@@ -77,7 +77,7 @@ def refuse_unless_classes(classes: Sequence[str], num_labelled: int, where: str)
     """Raises UserError for a single class, or for too many values to be classes. where: beginning of the message."""
     if len(classes) == 1:
         raise UserError(
-            f"{where}: all rows have the class {classes[0]!r} (NA and similar values are not classes); give a column "
+            f"{where}: has only one class, {classes[0]!r} (NA and similar values are not classes); give a column "
             "with at least two classes"
         )
     if num_labelled < _FEWEST_ROWS_PER_CLASS * len(classes):

@@ -154,7 +154,7 @@ def test_the_label_of_arrays(read_arrays) -> None:
         ({"drop": ["y"], "flag": "--id"}, r"--id y: names the --label column"),
         ({"drop": ["useful"], "a": [""] * NUM_ROWS}, r"has no column to learn from \(a: no value in any row\)"),
         ({"drop": ["useful"]}, r"has no column to learn from \(only the label\)"),
-        ({"y": ["a"] * NUM_ROWS}, r"--label y: all rows have the class 'a'"),
+        ({"y": ["a"] * NUM_ROWS}, r"--label y: has only one class, 'a'"),
         ({"y": ["NA"] * NUM_ROWS}, r"--label y: no row has a label"),
         (
             {"y": [i / 7 for i in range(NUM_ROWS)]},
