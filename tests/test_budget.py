@@ -7,7 +7,7 @@ from tests.helpers import budget
 
 LINES_AND_FILES = {
     "checkpoint": (1997, 7),
-    "commands": (3387, 15),
+    "commands": (3393, 15),
     "common": (959, 8),
     "failure": (668, 4),
     "loading": (1752, 11),

@@ -58,15 +58,14 @@ def in_seconds(times: np.ndarray) -> tuple[np.ndarray, str]:
             wrong = known[is_valid.argmin()]
             raise ValueError(f"most times are {form}, but {wrong:.17g} is not; correct it or remove the line")
     middle = np.median(times)  # the median, since single times may be wrong
-    units = {unit: _in_calendar(times / per_second) for unit, per_second in _UNITS.items()}
-    unit = next((unit for unit in _UNITS if _in_calendar(middle / _UNITS[unit])), None)
-    for other, is_in in units.items():
-        if unit is not None and other != unit and is_in.any():
-            one, two = times[units[unit].argmax()], times[is_in.argmax()]
-            raise ValueError(f"{one:.17g} looks like {unit}, but {two:.17g} like {other}; use one unit for all times")
-    if unit in (None, "seconds"):
+    unit = next((unit for unit, scale in _UNITS.items() if _in_calendar(middle / scale)), None)
+    if unit is None:
         return times, ""
-    return _whole_if_all_are(times / _UNITS[unit]), unit
+    is_in = {other: _in_calendar(times / scale) for other, scale in _UNITS.items()}
+    if other := next((other for other in _UNITS if other != unit and is_in[other].any()), None):
+        one, two = times[is_in[unit].argmax()], times[is_in[other].argmax()]
+        raise ValueError(f"{one:.17g} looks like {unit}, but {two:.17g} like {other}; use one unit for all times")
+    return (times, "") if unit == "seconds" else (_whole_if_all_are(times / _UNITS[unit]), unit)
 
 
 def _in_calendar(seconds: np.ndarray) -> np.ndarray:
@@ -123,9 +122,8 @@ def is_calendar_time(text: str) -> bool:
     """Returns whether a string is a date, or a Unix time from 1973 to 2099 in seconds or milliseconds."""
     if not is_number(text):
         return is_time(text)
-    low, high = _CALENDAR_S
-    number = float(text)
-    return low <= number < high or 1e3 * low <= number < 1e3 * high
+    number = np.array(float(text))
+    return bool(_in_calendar(number) or _in_calendar(number / _UNITS["milliseconds"]))
 
 
 def is_time_of_day(text: str) -> bool:
@@ -139,9 +137,8 @@ def is_time_of_day(text: str) -> bool:
 
 def time_range(times: np.ndarray) -> str:
     """Formats the first and the last of times (n,), n >= 1, as dates if possible."""
-    low, high = _CALENDAR_S
     known = times[times != 0]  # 0 marks an unknown time
-    if not len(known) or known.min() < low or known.max() >= high:
+    if not len(known) or not _in_calendar(known).all():
         return f"numbers from {times.min():,} to {times.max():,}"
     first, last = (datetime.fromtimestamp(float(time), UTC).strftime("%Y-%m-%d") for time in (known.min(), known.max()))
     return f"{first} to {last}"

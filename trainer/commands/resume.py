@@ -206,10 +206,15 @@ class Changes:
         otherwise = "choose another --save-dir" if hint else "start over with --fresh"
         return (hint or "use the same data") + (f", or {otherwise}" if to_train else "")
 
+    @property
+    def _global_batches(self) -> list[str]:
+        """The global batch sizes of all phases, of the checkpoint and of the run."""
+        return [" and ".join(map(str, facts["global_batch_sizes"])) for facts in (self.then, self.now)]
+
     def refuse_other_epochs(self) -> NoReturn:
         """Raises a UserError which explains that the number of samples of the unfinished epoch has changed."""
         then, now = self.then["phase_sizes"], self.now["phase_sizes"]
-        wholes = [" and ".join(map(str, facts["global_batch_sizes"])) for facts in (self.then, self.now)]
+        wholes = self._global_batches
         if "--drop-last" in self.flags:
             before = f"--drop-last (was {shown(self.flags['--drop-last'][0])})"
             advice = f"undo the change to {before} until the epoch ends, or start over with --fresh"
@@ -258,23 +263,25 @@ class Changes:
         ]
 
     def notes_on_order(self, plan: Plan, position: Position) -> list[str]:
-        """A note if `Task.order` gives other samples to an unfinished epoch, because the batch size changed."""
-        phase, order = position.phase, plan.orders[position.phase]
-        then, now = (facts["global_batch_sizes"][phase] for facts in (self.then, self.now))
-        if then == now or not isinstance(order, TaskOrder) or position.samples == 0:
-            return []
-        done, skipped = (
-            Counter(np.concatenate([*batches])[: position.samples].tolist())
-            for size in (then, now)
-            if (batches := self._task.order(self._task.phases[phase], position.epoch, size)) is not None
-        )
-        num_again = (done - skipped).total()
-        if num_again == 0:
-            return []
-        return [
-            f"{order.source} depends on the batch size, so {num_again} samples of this epoch are trained twice and "
-            f"{num_again} are not trained; to avoid this, use --global-batch-size {then} until the epoch ends."
-        ]
+        """Notes on unfinished epochs to which `Task.order` gives other samples, because the batch size changed."""
+        notes = []
+        for phase, order in enumerate(plan.orders):
+            then, now = (facts["global_batch_sizes"][phase] for facts in (self.then, self.now))
+            epoch, consumed = position.of_phase(phase, bool(plan.turns))
+            if then == now or not isinstance(order, TaskOrder) or consumed == 0:
+                continue
+            done, skipped = (
+                Counter(np.concatenate([*batches])[:consumed].tolist())
+                for size in (then, now)
+                if (batches := self._task.order(self._task.phases[phase], epoch, size)) is not None
+            )
+            if num_again := (done - skipped).total():
+                notes.append(
+                    f"{order.source} depends on the batch size, so {num_again} samples of this epoch are trained twice "
+                    f"and {num_again} are not trained; to avoid this, use --global-batch-size {then} until the epoch "
+                    "ends."
+                )
+        return notes
 
     @property
     def notes_on_scoring(self) -> list[str]:
@@ -289,17 +296,16 @@ class Changes:
     def notes_on_start(self) -> list[str]:
         notes = self._notes_on_flags(set(self.flags))
         notes += [f"{_CHANGED}: {change}" for change in code_changes(self.then["code"], self.now["code"])]
-        before, helpers = self.then.get("helpers", {}), self.now.get("helpers", {})
-        names = [name for name in sorted(before.keys() | helpers.keys()) if before.get(name) != helpers.get(name)]
+        known, helpers = self.then.get("helpers", {}), self.now.get("helpers", {})
+        names = [name for name in sorted(known.keys() | helpers.keys()) if known.get(name) != helpers.get(name)]
         notes += [f"{_CHANGED}: the helper {name} or its weights" for name in names]
         then, now = self.then["environment"], self.now["environment"]
-        wholes = self.now["global_batch_sizes"]
-        if wholes != self.then["global_batch_sizes"]:
-            sizes = [" and ".join(map(str, facts["global_batch_sizes"])) for facts in (self.then, self.now)]
-            notes.append(f"The global batch changes from {sizes[0]} to {sizes[1]} samples.")
+        before, whole = self._global_batches
+        if before != whole:
+            notes.append(f"The global batch changes from {before} to {whole} samples.")
         elif then["num_devices"] != now["num_devices"]:
             notes.append(
-                f"The global batch stays at {' and '.join(map(str, wholes))} samples on {now['num_devices']} "
+                f"The global batch stays at {whole} samples on {now['num_devices']} "
                 f"device(s) instead of {then['num_devices']}; batch size per device and accumulation steps adapt."
             )
         counts = ("world_size", "num_devices") if self._in_parts else ()
