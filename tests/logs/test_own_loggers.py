@@ -188,10 +188,10 @@ def test_each_run_of_several_has_its_own(command, tmp_path):
 def test_it_is_ended_also_where_the_disk_is_full(tmp_path, monkeypatch):
     log = RunLog(logged_run(tmp_path, config={"lr": 0.5}), own=[BackgroundLogger(Recording(), "--logger x")])
 
-    def full():
+    def full(state):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(log, "flush", full)
+    monkeypatch.setattr(log._directory, "end", full)
     with pytest.raises(OSError, match="No space left"):
         log.close()
     assert [call["state"] for call in logged(tmp_path, "end")] == ["failed"]

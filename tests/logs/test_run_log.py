@@ -65,6 +65,18 @@ def test_names_with_an_at_sign_reach_tensorboard(written):
     assert records[1]["val/ndcg@10"] == 0.5
 
 
+def test_each_event_is_written_at_once_and_a_full_disk_is_one_exception(tmp_path, capfd):
+    log = RunLog(logged_run(tmp_path))
+    log.report(1, Position(1), 1.0, BOTH)
+    events = EventAccumulator(str(tmp_path / "logs"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("val/x")] == [1]
+    with open("/dev/full", "wb", buffering=0) as full, pytest.raises(OSError, match="No space left"):
+        log._directory._board._file = full
+        log.report(2, Position(2), 2.0, BOTH)
+    assert capfd.readouterr().err == ""
+
+
 def test_only_a_segment_with_steps_has_a_speed(tmp_path):
     """A run may resume after the last step of an epoch, whose report then comes at once."""
     log = RunLog(logged_run(tmp_path))

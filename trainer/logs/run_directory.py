@@ -1,7 +1,11 @@
 """Writes logs in the run directory: train.log, val.log, metrics.jsonl and TensorBoard events."""
 
 import io
+import itertools
 import json
+import os
+import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from math import isfinite
@@ -9,8 +13,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from PIL import Image
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
 from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
-from torch.utils.tensorboard import FileWriter, SummaryWriter
+from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 from torch.utils.tensorboard.summary import hparams, text
 
 from trainer.common.errors import DiskError
@@ -31,14 +36,15 @@ class RunDirectoryLogger(Logger):
 
     def start(self, run: LoggedRun) -> None:
         self._directory, self._config = run.directory, run.config
-        folder = run.directory / "logs"
+        self._folder = run.directory / "logs"
         with self._refusing():
             self._train_log = (run.directory / "train.log").open("a", buffering=1, encoding="utf-8")
             self._val_log = (run.directory / "val.log").open("a", buffering=1, encoding="utf-8")
             self._metrics = _truncated(run.directory / "metrics.jsonl", run.step, run.last_report)
-            writer: Any = SummaryWriter(str(folder), purge_step=run.step + 1 if run.step else None)
-            self._board: FileWriter = writer.file_writer
-            for path in folder.glob("*" + HYPERPARAMETERS_SUFFIX):
+            self._board = _Events(self._folder)
+            if run.step:  # TensorBoard then drops later steps of earlier files
+                self._board.write(step=run.step + 1, session_log=SessionLog(status=SessionLog.START))
+            for path in self._folder.glob("*" + HYPERPARAMETERS_SUFFIX):
                 path.unlink()
 
     def say(self, line: str) -> None:
@@ -58,32 +64,27 @@ class RunDirectoryLogger(Logger):
             if record.event == "result":
                 self._final_scores(record)
             else:  # one event for all metrics, which takes only as long as three calls of `add_scalar`
-                self._board.add_summary(Summary(value=_scalars(record.values)), record.step)
+                self._board.write(step=record.step, summary=Summary(value=_scalars(record.values)))
 
     def pictures(self, step: int, pictures: Mapping[str, Picture]) -> None:
         with self._refusing():
             images = [_image(name, picture) for name, picture in pictures.items()]
-            self._board.add_summary(Summary(value=images), step)
+            self._board.write(step=step, summary=Summary(value=images))
 
     def text(self, name: str, content: str, step: int) -> None:
         with self._refusing():
-            self._board.add_summary(text(name, content), step)
+            self._board.write(step=step, summary=text(name, content))
 
     def level(self, name: str, metric: str, value: float, num_steps: int) -> None:
         """Draws a score as a horizontal line in TensorBoard's plot of a metric, as a TensorBoard run called `name`."""
         with self._refusing():
-            folder = Path(self._board.get_logdir()) / name
+            folder = self._folder / name
             for path in folder.glob("events.*"):
                 path.unlink()
-            board = FileWriter(str(folder))
+            board = _Events(folder)
             for step in (0, num_steps):
-                board.add_summary(Summary(value=_scalars({metric: value})), step)
+                board.write(step=step, summary=Summary(value=_scalars({metric: value})))
             board.close()
-
-    def flush(self) -> None:
-        """Writes buffered events to the operating system, so that they are not lost if the process is killed."""
-        with self._refusing():
-            self._board.flush()
 
     def end(self, state: str) -> None:
         with self._refusing():
@@ -104,8 +105,8 @@ class RunDirectoryLogger(Logger):
         _, start, end = hparams({**scores, **shown_flags}, {})
         # Uses a separate file, to be replaced when a run continues with other flags: TensorBoard keeps the first flags
         # that it reads.
-        board = FileWriter(self._board.get_logdir(), filename_suffix=HYPERPARAMETERS_SUFFIX)
-        board.add_summary(Summary(value=[*start.value, *end.value]), record.step)
+        board = _Events(self._folder, HYPERPARAMETERS_SUFFIX)
+        board.write(step=record.step, summary=Summary(value=[*start.value, *end.value]))
         board.close()
 
     @contextmanager
@@ -120,6 +121,29 @@ class RunDirectoryLogger(Logger):
                 f"--save-dir {self._directory}: cannot write a log: {reason}; check the file system and run the same "
                 "command again"
             ) from None
+
+
+class _Events:
+    """File of TensorBoard events. Each event reaches the operating system at once; methods raise OSError.
+
+    PyTorch's SummaryWriter writes in a thread, which prints a traceback if the disk is full.
+    """
+
+    _numbers = itertools.count()
+    """Numbers that distinguish files that a process creates within the same second."""
+
+    def __init__(self, folder: Path, suffix: str = "") -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        unique = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(self._numbers)}"
+        self._file = (folder / f"events.out.tfevents.{unique}{suffix}").open("xb", buffering=0)
+        self.write(file_version="brain.Event:2")
+
+    def write(self, **fields: Any) -> None:
+        """Writes an event with the given fields of the protocol buffer `Event`, and the current time."""
+        RecordWriter(self._file).write(Event(wall_time=time.time(), **fields).SerializeToString())
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def _truncated(path: Path, step: int, last_report: int) -> IO[str]:

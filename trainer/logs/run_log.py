@@ -30,7 +30,7 @@ class SilentLog:
         pass
 
     say = say_of_ranks = start_segment = advance = step = end_training = report = _ignore
-    pictures = result = level = flush = close = _ignore
+    pictures = result = level = close = _ignore
 
 
 class RunLog:
@@ -134,9 +134,6 @@ class RunLog:
         for logger in self._loggers if pictures else ():
             logger.pictures(step, pictures)
 
-    def flush(self) -> None:
-        self._directory.flush()
-
     def close(self) -> None:
         """Ends all loggers, even if a logger raises; the user's loggers must end within END_WITHIN_S seconds."""
         with ExitStack() as afterwards:
@@ -144,7 +141,6 @@ class RunLog:
                 afterwards.callback(logger.end, self.state)
             afterwards.callback(self._tell_notes)
             afterwards.callback(end_all, self._own, self.state, self._say_of_own)
-            self.flush()
 
     def _log(self, record: Record) -> None:
         for logger in self._loggers:

@@ -59,8 +59,6 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
         refuse_another_model(weights, run.model_outline, progress.step)
         run.saver.wait()
         report_saving(run.saver, run.log)
-        # Log records must reach the operating system before the checkpoint; a resume drops later records.
-        run.log.flush()
         run.saver.start(state_of(learner, state, progress, totals) | run.facts | verdict)
 
     strategy.group.on_main(save_on_main)
