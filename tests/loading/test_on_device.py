@@ -99,6 +99,27 @@ def test_large_batches_are_not_drawn_together(monkeypatch):
     assert own[0].num_asked == [2]
 
 
+def test_batches_that_do_not_fit_together_are_drawn_one_by_one(monkeypatch):
+    own = datasets(alike=True)[0]
+    keys = [SampleKeys(np.arange(i, i + 4), 0) for i in range(MOST_TOGETHER)]
+    expected = list(DeviceLoader([own], collate, HERE)(keys))
+    own.num_asked[0] = 0
+    draw = own.__getitems__
+
+    def lacking(keys, most=4):
+        if len(keys.index) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return draw(keys)
+
+    monkeypatch.setattr(own, "__getitems__", lacking)
+    for one, other in zip(DeviceLoader([own], collate, HERE)(keys), expected, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
+    assert own.num_asked == [MOST_TOGETHER]
+    monkeypatch.setattr(own, "__getitems__", lambda keys: lacking(keys, most=3))
+    with pytest.raises(torch.OutOfMemoryError):
+        list(DeviceLoader([own], collate, HERE)(keys))
+
+
 def test_what_data_sets_share_is_moved_once():
     own = datasets(alike=True)
     there = moved(own, HERE)

@@ -110,6 +110,7 @@ class DeviceLoader(BatchLoader):
         """datasets: the data sets of all phases, or the data set of an evaluation."""
         self._datasets, self._collate, self._device = datasets, collate, device
         self._unchecked = set(range(len(datasets)))
+        self._most_samples = MOST_SAMPLES_TOGETHER
 
     def __call__(self, keys: Iterable[SampleKeys], ahead: bool = False) -> Iterator[Batch]:
         keys = iter(keys)
@@ -124,10 +125,8 @@ class DeviceLoader(BatchLoader):
         drawn: dict[int, Batch] = {}
         for position, key in enumerate(keys):
             if position not in drawn:
-                group = self._group(keys, position)
-                indices = [keys[i].index for i in group]
-                whole = self._batch(replace(key, index=np.concatenate(indices)))
-                sizes = [len(index) for index in indices]
+                group, whole = self._made_together(keys, position)
+                sizes = [len(keys[i].index) for i in group]
                 parts = {name: tensor.split(sizes) for name, tensor in whole.items()}
                 for number, i in enumerate(group):
                     drawn[i] = {name: split[number] for name, split in parts.items()}
@@ -136,13 +135,25 @@ class DeviceLoader(BatchLoader):
                 batch["weight"] = torch.zeros_like(batch["weight"])
             yield batch
 
+    def _made_together(self, keys: Sequence[SampleKeys], first: int) -> tuple[list[int], Batch]:
+        """Returns positions of batches and their samples; after an out-of-memory error, makes each batch by itself."""
+        while True:
+            group = self._group(keys, first)
+            try:
+                return group, self._batch(replace(keys[first], index=np.concatenate([keys[i].index for i in group])))
+            except torch.OutOfMemoryError:
+                if len(group) == 1:
+                    raise
+                self._most_samples = 0
+            torch.cuda.empty_cache()
+
     def _group(self, keys: Sequence[SampleKeys], first: int) -> list[int]:
         if not self._datasets[keys[first].phase].rows_alike:
             return [first]
         kinds = [(each.phase, each.epoch) for each in keys]
         alike = [i for i in range(first, len(keys)) if kinds[i] == kinds[first]]
         num_samples = np.cumsum([len(keys[i].index) for i in alike])
-        return alike[: max(1, int(np.searchsorted(num_samples, MOST_SAMPLES_TOGETHER, side="right")))]
+        return alike[: max(1, int(np.searchsorted(num_samples, self._most_samples, side="right")))]
 
     def _batch(self, keys: SampleKeys) -> Batch:
         keys = replace(keys, few_lengths=True)
