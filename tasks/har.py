@@ -491,8 +491,7 @@ class HarTask(Task):
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """Returns columns with each window's index, start and end time, predicted activity and class probabilities.
 
-        Times are in seconds, and empty for windows from a .npy file. The file's columns of person and trial are
-        repeated.
+        Times are in seconds, and empty for windows from a .npy file. Copies the file's columns of person and trial.
         """
         assert isinstance(objective, HarObjective)
         self._doubt_units(objective.model)

@@ -21,10 +21,7 @@ ENCODING_BATCH_SIZE = 256
 
 
 class HarObjective(Objective):
-    """Computes label-smoothed cross-entropy in training, and cross-entropy and a confusion matrix in evaluation.
-
-    Training averages the losses of a HarNet's networks (members), and evaluation averages their probabilities.
-    """
+    """Computes label-smoothed cross-entropy in training, and cross-entropy and a confusion matrix in evaluation."""
 
     model: Standardised
 

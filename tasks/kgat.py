@@ -302,7 +302,7 @@ class KgatTask(RecommenderTask):
         return max(1, round(batch_size * self.config.kg_batch_ratio)) if phase == "kg" else batch_size
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """Returns indices of the users with the most items for `--loss softmax`; otherwise, of the first samples."""
+        """Returns indices: with `--loss softmax`, of the users with the most items; otherwise, of the first samples."""
         dataset = self._datasets[phase]
         if not isinstance(dataset, UserItems):
             return super().largest_samples(phase, epoch, count)

@@ -88,7 +88,7 @@ class Decoder:
     def __init__(
         self, alphabet: Alphabet, width: int, language_model: Path | None, weight: float, bonus: float
     ) -> None:
-        """width: beam width; 1 decodes greedily. Raises UserError if the language model is unusable."""
+        """width: beam width; 1 decodes greedily, without a language model. Raises UserError for invalid arguments."""
         self._width = width
         if language_model is not None and width == 1:
             raise UserError(f"--language-model {language_model}: requires a beam search; add --beam 16")

@@ -1,7 +1,6 @@
 """Reports on speech recognition: error rates, words with times, and pictures of utterances.
 
-A space between words counts as one character; repeated, leading and trailing spaces do not count. The meaning of a
-picture does not depend on colours.
+A space between words counts as one character; repeated, leading and trailing spaces do not count.
 """
 
 import textwrap
@@ -75,7 +74,7 @@ def worst_utterances(said: Sequence[str], heard: Sequence[str], count: int = 10)
 
 @lru_cache(maxsize=1)
 def _edits(said: tuple[str, ...], heard: tuple[str, ...]) -> tuple[EditCounts, EditCounts]:
-    """Counts word edits and character edits, and caches the result, since several reports use it."""
+    """Counts word edits and character edits, and caches the result."""
     of_words = count_edits([text.split() for text in said], [text.split() for text in heard])
     return of_words, count_edits([_tidied(text) for text in said], [_tidied(text) for text in heard])
 
@@ -190,7 +189,7 @@ def _lines(said: str, decoded: str) -> list[tuple[str, Colour]]:
 
 
 def _wrapped(text: str) -> list[str]:
-    """Wraps text to about 90 % of the picture's width, estimated from the average width of its characters."""
+    """Wraps text to about 90 % of the picture's width."""
     text = drawable(text)
     mean_width = font(SMALL).getlength(text) / len(text)
     return textwrap.wrap(text, int(0.9 * (WIDTH - 2 * GAP) / mean_width))

@@ -365,7 +365,7 @@ class TabularTask(Task):
         return ConsecutiveBatches(self.num_samples(phase), global_batch_size)
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """Returns indices of the largest consecutive synthetic tables, or of any problems of a user's table."""
+        """Returns indices of the synthetic tables that form the largest batch, or of a user's first problems."""
         tables = self.splits()["train"]
         if isinstance(tables, PriorTables):
             return tables.largest(epoch, count)
@@ -488,7 +488,7 @@ class TabularTask(Task):
         return Exported(model, inputs, model(**inputs), {"context": table, "labels": (1,), "queries": table})
 
     def _with_context(self, rows: Tensor) -> Batch:
-        """Builds a problem for each row, with known rows as context; the row and its predecessor are the queries."""
+        """Builds a problem for each row: labelled rows are the context; the row and its predecessor are the queries."""
         features, labels = (torch.from_numpy(values[:_EXPORT_ROWS]).to(rows.device) for values in self._own.context)
         return {
             "context": features.to(rows.dtype).repeat(len(rows), 1, 1),
@@ -499,7 +499,7 @@ class TabularTask(Task):
     # --- prediction ---------------------------------------------------------------------------------------------
 
     def new_data(self, path: Path) -> KeyedDataset:
-        """Reads the rows to classify from a table with the features of --data-dir. Raises UserError for bad data."""
+        """Reads the rows to classify, with the features of --data-dir. Raises UserError if the data are unusable."""
         if self.config.data_dir is None:
             raise UserError(
                 f"--predict {path}: predictions need a table with known classes; add --data-dir and --label"

@@ -247,7 +247,7 @@ class TabularClassifier:
         return run
 
     def _tuned(self) -> TrainedRun:
-        """Tunes the network with `trainer.fit` in a temporary folder. If a signal stops the tuning, raises it again."""
+        """Tunes the network with `trainer.fit` in a temporary folder; if a signal stops it, sends the signal again."""
         several = {"multi_gpu": forms.USUAL, "nproc": int(self.num_devices)} if self.num_devices > 1 else {}
         of_weights = self._flags_of_weights()
         quiet = nullcontext() if self.verbose else redirect_stdout(io.StringIO())
@@ -380,7 +380,10 @@ def _refuse_shape(num_rows: int, num_columns: int) -> None:
 
 
 def _classes(y: Any, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the sorted classes, and the class index of each row, (n,) int64. Raises ValueError if y is unusable."""
+    """Returns the sorted classes, and the class index of each row, (n,) int64.
+
+    Raises ValueError unless y has one sortable class per row.
+    """
     if y is None:
         raise ValueError("requires y to be passed, but the target y is None")
     values = _one_class_a_row(y, num_rows)

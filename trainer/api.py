@@ -62,7 +62,7 @@ ONE_RUN = "fit trains one run of the given task class; leave this setting out"
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run with its run directory; each property reads a file of the directory when the property is accessed.
+    """A saved run; each property reads a file of the run directory when it is accessed.
 
     task: task class that `load` uses; None: the class recorded in the run.
     """
@@ -82,7 +82,7 @@ class SavedRun:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics in results.json by name, such as "test/loss", NaN for infinity; {} until the run has finished."""
+        """Metrics in results.json, such as "test/loss", with NaN for infinity; {} until the run has finished."""
         return with_nan(self.results.get("metrics", {}))
 
     @property
@@ -103,7 +103,7 @@ class SavedRun:
 
         The model runs in eval mode, on a GPU if there is one. dataset: as for `fit`; its items may lack trailing
         elements, such as labels. outputs: maps the model and a batch to a tensor (B, ...); default: the model applied
-        to the batch's first tensor. batch_size: samples per forward. Raises UserError for runs of fit(task, ...).
+        to the batch's first tensor. batch_size: samples per forward pass. Raises UserError for runs of fit(task, ...).
         """
         if self.task is None or not issubclass(self.task, Script):
             raise UserError(f"{self.path}: predict() supports only runs of fit(model, ...); run main.py with --predict")
@@ -147,7 +147,7 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
 
     Ctrl-C during training saves the run and returns it with the state "preempted" and no metrics. A second Ctrl-C, or a
     Ctrl-C before training, raises KeyboardInterrupt at once. Other stop signals, such as SIGTERM, and any stop under a
-    launcher save the run and end the script (SystemExit) with the status of the command line. A run stopped by
+    launcher save the run and end the script (SystemExit) with the command line's exit status. A run stopped by
     `max_minutes` has the state "paused" and no metrics. At its end, `fit` restores signal handlers, random number
     generators and other process state.
 
@@ -187,8 +187,8 @@ def load(run_directory: str | Path, task: type[Task] | None = None) -> nn.Module
     """Loads a run's trained model: an nn.Module with the best weights, in eval mode on the CPU.
 
     The best weights come from the best epoch, or from the last epoch if there was no validation; with `ema_decay` they
-    are the moving average. task: the task's class; None: the class recorded in the run, which must be a built-in
-    workload or defined in this process, since `load` does not execute files recorded in a run. Raises UserError.
+    are the moving average. task: the task's class; None: the class recorded in the run, which must be a built-in task
+    or defined in this process, since `load` does not execute files recorded in a run. Raises UserError.
     """
     try:
         with process_restored(wait_s=LOADS_WITHIN_S):

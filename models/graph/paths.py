@@ -34,7 +34,7 @@ class PathFinder:
         return [self._path(int(target), levels) for target in targets]
 
     def _expanded(self, attention: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Extends paths by one edge; returns the attention (or 0) and the last edge of the best path to each node."""
+        """Extends paths by one edge; returns the attention (0 if no path) and last edge of each node's best path."""
         nodes = np.flatnonzero(attention)
         edges = _ranges(self._out[nodes], self._out[nodes + 1])
         values = attention[self._head[edges]] * self._attention[edges]

@@ -64,7 +64,7 @@ class FinalScores(nn.Module):
 
 
 def initialise(tables: list[nn.Embedding]) -> None:
-    """Initialises embedding tables with Xavier uniform values, with the bound for the concatenated tables."""
+    """Initialises embedding tables like one concatenated table, with Xavier uniform values."""
     num_rows, width = sum(table.num_embeddings for table in tables), tables[0].embedding_dim
     bound = (6 / (num_rows + width)) ** 0.5
     for table in tables:
@@ -74,7 +74,7 @@ def initialise(tables: list[nn.Embedding]) -> None:
 def distinct(nodes: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (rows, place) with rows[place] == nodes.flatten(). On a CPU, rows are distinct to save time.
 
-    On a GPU, rows may repeat, because counting distinct nodes would require a synchronisation.
+    On a GPU, rows may repeat, because counting distinct nodes would make the CPU wait for it.
     """
     if nodes.device.type == "cpu":
         return nodes.unique(return_inverse=True)

@@ -32,7 +32,7 @@ class TopK(NamedTuple):
 
 
 def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) -> TopK:
-    """Ranks each user's unseen items by score, then by number; sets the scores of seen items to -inf in place.
+    """Ranks each user's unseen items by score, then by index; sets the scores of seen items to -inf in place.
 
     scores: (B, num_items). positives: (B, P) int64. seen: (B, S) int64. Each row of positives and seen contains
     distinct items, padded with num_items. Users without positives add 0 to all sums. DCG sums 1 / log2(place + 2) over

@@ -13,7 +13,7 @@ _LEVELS = 2**16
 def dropout_mask(shape: Sequence[int], p: float, like: Tensor) -> Tensor:
     """Returns a dropout mask with dtype and device of `like`: 0 with probability p in [0, 1), else 1 / (1 - p).
 
-    On a CPU, splits each random 64-bit word into four elements, and rounds p to a multiple of 2^-16. The scale uses the
+    On a CPU, each random 64-bit word yields four elements, and p is rounded to a multiple of 2^-16. The scale uses the
     rounded p, so the mask's expected value is exactly 1. On a GPU and under torch.compile, torch draws the mask.
     """
     if like.device.type != "cpu" or torch.compiler.is_compiling():

@@ -1,13 +1,13 @@
-"""Hides items, and finds those with the highest scores; among equal scores, the first items win."""
+"""Hides items from rankings, and finds the items with the highest scores."""
 
 import torch
 from torch import Tensor
 
 
 def highest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Returns the k highest scores of each row, descending, and their columns, (B, k) each; equal ones by column.
+    """Returns the k highest scores of each row and their columns, (B, k) each, by descending score, then by column.
 
-    So a smaller k gives the first columns of what a larger k gives, unlike `topk`. scores: (B, n), n < 2 ** 24.
+    Unlike `torch.topk`, a smaller k gives the first columns of the result for a larger k. scores: (B, n), n < 2 ** 24.
     """
     values, columns = scores.topk(k)
     last = values[:, -1:]

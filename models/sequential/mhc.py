@@ -40,7 +40,7 @@ def hyper_connections(
     width: int, num_blocks: int, num_streams: int = 4, init_gate: float = 0.01, num_iterations: int = 20,
     in_full_precision: bool = False,
 ) -> list["HyperConnection"]:  # fmt: skip
-    """Creates a model's hyper-connections, two per block, with the given arguments of `HyperConnection`."""
+    """Creates a model's hyper-connections, two per block."""
     last = 2 * num_blocks - 1
     return [
         HyperConnection(

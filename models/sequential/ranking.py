@@ -74,8 +74,7 @@ def full_softmax(states: Tensor, targets: Tensor, table: Tensor) -> Tensor:
 class _FullSoftmax(torch.autograd.Function):
     """Computes the loss and its gradients in chunks of positions.
 
-    The gradient of the loss w.r.t. the scores is the softmax minus the one-hot target. Forward computes the gradients
-    of states and table, and backward scales these gradients.
+    The forward pass computes the gradients of states and table, and the backward pass scales these gradients.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
 """SASRec: self-attentive sequential recommendation (Kang and McAuley, ICDM 2018), and a base class for similar models.
 
-Histories are padded with zeros at the end. Attention is causal, so items never attend to padding, and no padding mask
-is needed. The last item of each history gets the last position, as in the published code, which pads at the start.
+Histories are padded with zeros at the end. Attention is causal, so items never attend to padding. The last item of each
+history gets the last position, as in the published code, which pads at the start.
 """
 
 import math
@@ -188,7 +188,7 @@ class Block(nn.Module):
         self.attention_connection, self.feed_forward_connection = connections
 
     def forward(self, x: Tensor, *relations: Any, last: Tensor | None = None) -> Tensor:
-        """Returns the states of all time steps, or only of `last`, (B,). relations: additional inputs of attention."""
+        """Returns the states of all time steps, or only of steps `last`, (B,). relations: more attention inputs."""
         x = self.attention_connection(x, lambda query, context: self.attention(query, context, *relations, last), last)
         return self.feed_forward_connection(x, lambda query, _: self.feed_forward(query))
 

@@ -33,8 +33,8 @@ def beam_search(
     If the width is at least the number of possible prefixes, log-probabilities are exact sums over all alignments.
 
     log_probs: (B, T, V); symbol 0 is the blank. lengths: (B,), number of frames of each utterance; frames of padding
-    are ignored. width: number of prefixes kept per frame. symbols_per_frame: number of symbols, the most probable of
-    each frame, that may extend a prefix (default: all).
+    are ignored. width: number of prefixes kept per frame. symbols_per_frame: how many of a frame's most probable
+    symbols may extend prefixes (default: all).
     """
     order = np.argsort(-lengths, kind="stable")  # longest first
     frames = log_probs[order].astype(np.float64)

@@ -109,7 +109,7 @@ class _Ctc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Returns the incoming gradient times the negative probability of each symbol in each frame."""
+        """Returns minus the incoming gradient times each symbol's posterior probability in each frame, (B, T, V)."""
         states, emitted, sums, loss = ctx.saved_tensors
         alpha, beta = sums[1:, :, 2:].chunk(2, 1)
         occupied = (alpha + beta.flip(0, 2) - emitted + loss.unsqueeze(1)).exp()  # (T, B, S)

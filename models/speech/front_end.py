@@ -232,7 +232,7 @@ def _causal_sums(x: Tensor) -> Tensor:
     """Returns the cumulative sums of x, (..., T, F), over time.
 
     Adds x to itself, shifted by 1, 2, 4, ... frames, because `cumsum` is nondeterministic on a GPU and has larger
-    rounding errors. Compiled and exported programs use `cumsum`, because the number of additions would depend on T.
+    rounding errors. Compiled and exported programs use `cumsum`, because their number of operations must be fixed.
     """
     if torch.compiler.is_compiling():
         return x.double().cumsum(-2).to(x.dtype)

@@ -1,8 +1,7 @@
 """N-gram language models from ARPA files, used as scorers of `beam_search` (shallow fusion).
 
 The score of a transcript y of audio x is log p(y | x) + weight * log p_lm(y) + bonus * units(y) (Hannun et al., 2014).
-units(y) is the number of symbols, or the number of words if the language model predicts words. A word is scored at the
-space after the word or at the end of the utterance.
+units(y) is the number of symbols, or the number of words if the language model predicts words.
 """
 
 import gzip
@@ -132,7 +131,7 @@ def _check_counts(entries: dict[tuple[str, ...], tuple[float, float]], counts: d
 class Scorer(ABC):
     """Base class of language models whose scores are added to the log-probabilities of prefixes.
 
-    States are numbers of word or symbol contexts, which are numbered as they appear. A table caches their scores.
+    A state is the index of a word or symbol context, whose scores a table caches.
     """
 
     def __init__(self, num_symbols: int) -> None:
@@ -222,7 +221,7 @@ class SymbolScorer(Scorer):
 class WordScorer(Scorer):
     """Scores each word at the space after the word or at the end of the utterance. Repeated spaces score 0.
 
-    symbols: (V,), blank first, including a space. A word consists of the symbols between two spaces.
+    symbols: (V,), blank first, including a space.
     """
 
     def __init__(self, ngram: NGram, symbols: Sequence[str], weight: float, bonus: float) -> None:

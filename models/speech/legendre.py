@@ -42,7 +42,6 @@ def discrete_system(
 def orbit(matrix: Tensor, start: Tensor, length: int) -> Tensor:
     """Returns start, A start, ..., A^(length - 1) start as (N, length, K). matrix: A, (N, N). start: (N, K).
 
-    Each iteration doubles the number of results, so about log2(length) iterations suffice.
     """
     states, power = start.unsqueeze(1), matrix
     while (num_states := states.shape[1]) < length:

@@ -63,8 +63,8 @@ class _Recurrence(torch.autograd.Function):
 
         [m_t, g_t] = G [m_(t-1), h_(t-1)] + p_t
 
-    The custom backward propagates only the gradients of m and g through time, and then computes weight gradients by
-    matrix products over all time steps.
+    The custom backward pass propagates only the gradients of m and g through time, and then computes weight gradients
+    by matrix products over all time steps.
     """
 
     @staticmethod

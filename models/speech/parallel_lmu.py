@@ -32,7 +32,7 @@ class ParallelLMU(nn.Module):
 
     For small memories and sequences, m is the product of u and a Toeplitz matrix of the memory's impulse response.
     Otherwise W_m m is the convolution of u with the kernel W_m A_d^k B_d. Fourier transforms compute it without storing
-    m. W_m is applied to m scaled by `orthonormal_scale`, so that initial weights use all elements of m equally.
+    m. W_m is applied to m scaled by `orthonormal_scale`.
 
     theta: window length of the memory in time steps, above 0. bidirectional: whether each channel has a second memory,
     which runs backwards from the end of the sequence. signal_activation, activation: f_u and f.
@@ -198,8 +198,8 @@ def _memory_after(u: Tensor, responses: _Responses) -> Tensor:
 def _kernels(weight: Tensor, responses: _Responses) -> Tensor:
     """Returns the complex spectra of the impulse response of W_m m: (H, channels, frequencies).
 
-    weight: W_m as (H, directions, memory_size, channels). The spectrum of the second direction, which runs backwards,
-    is the conjugate spectrum of the first direction.
+    weight: W_m as (H, directions, memory_size, channels). The second direction runs backwards, so the spectrum of its
+    response is the conjugate of the first direction's.
     """
     ahead, back = (weight[:, i].mT.flatten(0, 1) for i in (0, -1))  # each (H * channels, memory_size)
     if weight.shape[1] == 2:

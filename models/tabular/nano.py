@@ -19,7 +19,7 @@ class Layout(NamedTuple):
     """Layout of the cells of a batch of classification problems.
 
     All table rows of a batch are in one tensor, (rows, tokens, width): first the context rows of all problems, then all
-    query rows. The first token of a row is its label.
+    query rows.
     """
 
     num_problems: int

@@ -55,8 +55,8 @@ def predict(
     Probabilities are averaged over the members of an ensemble. Each member applies the model to its own view of the
     table, with its own order of columns and classes. Every second member replaces values by normal scores, which suits
     skewed columns. If there are more than max_context context rows, each member draws its own sample, stratified by
-    class. The ensemble averages probabilities rather than logits, because a confidently wrong member would dominate a
-    mean of logits, and logits of members with different class trees are not comparable.
+    class. Probabilities are averaged, not logits, because a confidently wrong member would dominate a mean of logits,
+    and logits of different class trees are not comparable.
 
     If there are more classes than the model supports, they form a tree (`class_tree`), and the model chooses a child at
     each node. The probability of a class is the product of the probabilities of the choices on its path. The context
@@ -207,9 +207,8 @@ def _permutation(size: int, seed: int, number: int, stream: int) -> np.ndarray:
 def class_tree(classes: Sequence[int], max_classes: int) -> list[Node]:
     """Builds a tree of choices between groups of classes; returns its nodes, each with 2 to max_classes children.
 
-    The path to a class consists of all nodes that contain the class. Paths are as short as possible, and the children
-    of a node differ in size by at most one class. Each child consists of consecutive classes, so the order of classes
-    determines the tree. If there are at most max_classes classes, they form a single node.
+    Paths to classes are as short as possible, and the children of a node differ in size by at most one class. Each
+    child consists of consecutive classes, so the order of classes determines the tree.
 
     classes: at least 2 class indices. max_classes: at least 2.
     """

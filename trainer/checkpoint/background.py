@@ -1,4 +1,4 @@
-"""Saves checkpoints in the background: copies a state in memory, and writes the copy in a separate thread."""
+"""Copies checkpoints in memory, and saves the copies in the background."""
 
 import threading
 from collections import defaultdict
@@ -17,8 +17,7 @@ THREAD_NAME = "save"
 def snapshot(state: dict[str, Any], reusable: dict[str, Any] | None = None, pinned: bool = True) -> dict[str, Any]:
     """Copies a state to host memory; a tensor that occurs twice is copied once.
 
-    NumPy scalars become Python scalars, because torch cannot load them with `weights_only=True`. A task may return such
-    scalars unintentionally, since `np.float64` is a subclass of float.
+    NumPy scalars become Python scalars, because torch cannot load them with `weights_only=True`.
 
     reusable: an older snapshot; the copy overwrites its memory, since allocating new memory takes several times longer.
     pinned: whether to copy tensors on a GPU to pinned memory. If False, or if the system lacks pinned memory, they are
@@ -79,7 +78,7 @@ class NoRoom(DiskError):
 
 
 class BackgroundSaver:
-    """Copies checkpoints in memory, and writes the copies to disk one at a time. Used by the main thread of rank 0.
+    """Copies checkpoints, and writes the copies one at a time in a thread. Only rank 0's main thread uses this class.
 
     write: writes one state; raises UserError, or NoRoom if the disk is full.
 
@@ -99,7 +98,7 @@ class BackgroundSaver:
         self._no_room: NoRoom | None = None
 
     def start(self, state: dict[str, Any]) -> None:
-        """Copies the state and starts to write the copy. `wait` must be called first."""
+        """Copies the state and starts to write the copy. Call `wait` first."""
         assert self._thread is None
         copy = snapshot(state, self._reusable)
         self._reusable = None

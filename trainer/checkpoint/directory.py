@@ -44,7 +44,7 @@ METRICS = "metrics.jsonl"
 
 
 class RunDirectory:
-    """The folder `--save-dir` of a run, which this process locks. Used on rank 0 only.
+    """The folder `--save-dir` of a run, which this process locks. Only rank 0 uses this class.
 
     entries: the run's checkpoints, oldest first. earlier_attempt: config.json of an earlier attempt of this job, if
     torchrun restarted the job.
@@ -225,7 +225,7 @@ class RunDirectory:
             flush_path(metrics)
 
     def _forget_attempt(self, temporary: Path) -> None:
-        """Deletes the temporary file of a failed save. Raises LockTaken if another process took over."""
+        """Deletes the files of a failed save. Raises LockTaken if another process took over the directory."""
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
             self.writer.require()
@@ -332,7 +332,7 @@ def set_aside(path: Path, writer: Lock) -> None:
 
 
 def _files_under_other_names(folder: Path) -> dict[str, str]:
-    """Returns file names by sha256, for links and for checkpoints that a killed process did not rename."""
+    """Maps sha256 to file name, for links and for checkpoints that a killed process did not rename."""
     found = {}
     for path in [*(folder / name for name in LINKS), *sorted(folder.glob("checkpoint_*.tmp"))]:
         with suppress(FileNotFoundError):  # no such link, or a running job has just renamed it

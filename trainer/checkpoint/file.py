@@ -266,9 +266,9 @@ def size_and_sum(path: Path) -> dict[str, Any]:
 def error_of_saving(state: Mapping[str, Any], resumable: bool = True) -> str | None:
     """Returns a message that names the invalid entry if a saved state could not be loaded again; otherwise None.
 
-    resumable: require all entries of a checkpoint; otherwise check only the entries in `state`.
+    resumable: whether to require all entries of a checkpoint; otherwise, only the entries in `state` are checked.
 
-    Saves and loads a copy of the state with empty tensors, then validates entries with `schema_error_of_checkpoint`.
+    Saves and loads a copy of the state with empty tensors, then validates its entries.
     """
     return _unreadable(state) or schema_error_of_checkpoint(state, resumable)
 
@@ -336,7 +336,7 @@ class CheckpointReader:
         """Maps a file name to the file's `stamp` when the checksum last matched."""
 
     def read(self, entry: Entry) -> dict[str, Any] | None:
-        """Reads a checkpoint; None if it is damaged. Raises NewerFormat, or DiskError if the file cannot be read."""
+        """Returns a checkpoint; None if it is damaged. Raises NewerFormat, or DiskError if the file cannot be read."""
         path = self._folder / entry.file
         try:
             with refusing_disk_errors(f"--save-dir {self._folder}: cannot read {entry.file}", IF_UNREADABLE):
