@@ -326,7 +326,7 @@ class TabularClassifier:
             raise _of_sklearn("NotFittedError", ValueError)(f"this {type(self).__name__} is not fitted; call fit first")
 
     def _checked(self, X: Any) -> Table:  # noqa: N803
-        """Converts X to a table. Raises ValueError if X has more or fewer columns than X had in `fit`.
+        """Converts X to a table. Raises ValueError if X does not have as many columns as in `fit`.
 
         If only one of the two tables has column names, columns are matched by position, as in scikit-learn.
         """

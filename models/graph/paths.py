@@ -24,7 +24,7 @@ class PathFinder:
     def best(self, source: int, targets: np.ndarray) -> list[list[int]]:
         """Returns the edge indices of the best path from the source to each target; [] if there is no path.
 
-        targets: (n,) integers. Among paths of equal attention, the shortest is chosen.
+        targets: (n,) integers. Among paths of equal attention, the shortest wins.
         """
         attention = np.zeros(len(self._out) - 1)
         attention[source] = 1.0

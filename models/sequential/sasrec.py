@@ -76,7 +76,7 @@ def causal_parts(query: Tensor) -> list[tuple[Tensor, int]]:
 def causal_softmax(logits: Tensor) -> Tensor:
     """Returns the softmax over keys up to each query's time step: (..., Tq, T).
 
-    The queries belong to the last Tq of T time steps. The logits are changed in place.
+    The queries belong to the last Tq of T time steps. Changes the logits in place.
     """
     num_queries, num_keys = logits.shape[-2:]
     hidden = logits.new_full((num_queries, num_keys), -math.inf).triu_(num_keys - num_queries + 1)

@@ -126,7 +126,7 @@ def _rules(histories: TrainingHistories) -> Iterator[Buffers]:
 
 
 def _item_knn(histories: TrainingHistories) -> Iterator[Buffers]:
-    """Yields a table of cosine similarities between items' user sets; similarities of small sets are reduced."""
+    """Yields a table of cosine similarities between items' user sets; reduces similarities of small sets."""
     popularity, num_items = histories.popularity, histories.num_items
     users, items = histories.distinct
     by_item = np.argsort(items, kind="stable")

@@ -40,9 +40,7 @@ def discrete_system(
 
 
 def orbit(matrix: Tensor, start: Tensor, length: int) -> Tensor:
-    """Returns start, A start, ..., A^(length - 1) start as (N, length, K). matrix: A, (N, N). start: (N, K).
-
-    """
+    """Returns start, A start, ..., A^(length - 1) start as (N, length, K). matrix: A, (N, N). start: (N, K)."""
     states, power = start.unsqueeze(1), matrix
     while (num_states := states.shape[1]) < length:
         if num_states > 1:

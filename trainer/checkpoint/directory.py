@@ -275,8 +275,8 @@ def _size(num_bytes: int) -> str:
 def claim_temporary_files(folder: Path, writer: Lock) -> None:
     """Renames or deletes temporary files, so that a suspended previous holder of the lock cannot complete them.
 
-    Gives checkpoints other temporary names, because they may be complete and in the manifest; deletes other files.
-    Raises OSError.
+    Gives checkpoints other temporary names, because they may be complete and in the manifest; deletes other temporary
+    files. Raises OSError.
     """
     for path in folder.glob("*.tmp"):
         with suppress(FileNotFoundError):  # another process has just renamed it

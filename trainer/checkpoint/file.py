@@ -155,7 +155,7 @@ def _dense_parts(value: Tensor) -> list[Tensor]:
 
 
 def read_settings(path: Path) -> tuple[str, dict[str, Any]] | None:
-    """Reads a checkpoint's `--task` and flags without loading tensors; None if they cannot be read.
+    """Returns a checkpoint's `--task` and flags without loading tensors; None if they cannot be read.
 
     Does not verify checksums; `read_checkpoint` does when the checkpoint is used.
     """
@@ -236,7 +236,7 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 class _HashedFile:
-    """File wrapper that computes the sha256 of the content while writing."""
+    """File wrapper that computes the sha256 of the written content."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
