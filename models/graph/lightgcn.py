@@ -96,7 +96,10 @@ class KnowledgeLightGCN(LightGCN):
         width: int = 64,
         num_layers: int = 3,
     ) -> None:
-        """Creates the model. triples: (m, 3), distinct rows (head, relation, tail). num_entities: includes items."""
+        """Creates the model. triples: (m, 3), distinct rows (head, relation, tail).
+
+        num_entities: number of entities, including items.
+        """
         super().__init__(users, items, num_users, num_items, width, num_layers)
         self.knowledge = nn.Embedding(num_entities, width)
         initialise([self.knowledge])
