@@ -85,7 +85,7 @@ def _numeric_order(digits: str) -> tuple[int, str, str]:
 def csv_lines(text: Iterable[str], delimiter: str, where: str) -> Iterator[Line]:
     """Yields the fields of non-blank lines, without enclosing quotation marks and without spaces before values.
 
-    where: how messages name the file. Raises UserError for a malformed line.
+    where: the file's name in messages. Raises UserError for a malformed line.
     """
     text = map(str.strip, text) if delimiter == BLANK else text
     reader = csv.reader(text, delimiter=delimiter, skipinitialspace=True, strict=True)

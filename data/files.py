@@ -240,7 +240,7 @@ def not_read(where: str, what: str, section: str) -> UserError:
 
 @contextmanager
 def reading_errors(where: str) -> Iterator[None]:
-    """Converts errors from reading files and archives to UserError. where: how messages name the file."""
+    """Converts errors from reading files and archives to UserError. where: the file's name in messages."""
     try:
         yield
     except FileNotFoundError as error:

@@ -114,7 +114,7 @@ ON_BAD = "what to do with unreadable lines, also for --predict; refuse: stop wit
 def tables_at(path: Path, flag_name: str, advice: str, known: Sequence[str] = ()) -> list[DataFile]:
     """Finds the table at a path: the file itself, the only table in a folder or archive, or one file for each split.
 
-    known: file names to prefer. Raises UserError if no table, or several tables, could be meant.
+    known: file names to prefer. Raises UserError if there is no table, or if it is unclear which table to read.
     """
     source = source_at(path, 1, advice, flag_name)
     if source is None:
@@ -234,7 +234,6 @@ def _recognised(content: IO[bytes], where: str, left_out: LeftOut) -> str:
 
     UTF-16 begins with a byte order mark, or has zero bytes at more than 70 % of either the even or the odd positions. A
     file that is not UTF-8 is read as cp1252 if at least one word looks Western European and no word looks otherwise.
-    Files in other encodings rarely pass this test.
     """
     chunk = content.read(_CHUNK)
     if chunk.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):

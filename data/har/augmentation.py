@@ -35,7 +35,7 @@ class WindowAugmenter(Movable):
     def __init__(self, strength: Augmentation, std: np.ndarray, seed: int, num_triplets: int = 3) -> None:
         """Creates the augmenter. std: (C,), standard deviation per channel.
 
-        num_triplets: number of triplets (x, y and z of a sensor), which come first among the channels.
+        num_triplets: number of triplets, which come first among the channels.
         """
         self._strength = strength
         self._noise = np.float32(strength.jitter_std) * std.reshape(-1, 1).astype(np.float32)
@@ -86,7 +86,7 @@ def rotation_matrices(axis: Array, angle: Array) -> Array:
 
 
 def at_tempo(signals: Array, factor: Array) -> Array:
-    """Speeds up windows (n, C, T) by factors (n,) about their middles, with linear interpolation."""
+    """Speeds up windows (n, C, T) by factors (n,), with linear interpolation; the middle of a window stays in place."""
     xp = namespace(signals)
     last = signals.shape[-1] - 1
     middle = np.float32(last / 2)

@@ -26,13 +26,13 @@ def is_clock(name: str) -> bool:
 
 
 def num_disorders(clocks: np.ndarray) -> int:
-    """Counts the backward steps of each clock, (n, K), without returns to the start; returns the smallest count."""
+    """Counts how often each clock, (n, K), steps back but stays above its first value; returns the smallest count."""
     goes_back = (clocks[1:] < clocks[:-1]) & (clocks[1:] > clocks[0])
     return int(goes_back.sum(axis=0).min(initial=len(clocks))) if clocks.shape[1] else 0
 
 
 def are_out_of_order(steps: np.ndarray) -> bool:
-    """Returns whether clocks fall often, as in rows that are shuffled or newest first.
+    """Returns whether every clock falls at least half as often as it rises, as in shuffled rows or newest first.
 
     steps: (n, K), steps of the clocks from row to row.
     """
@@ -70,7 +70,7 @@ def _rate_hz(step: float, is_in_seconds: bool) -> float | None:
 
 
 def is_same_rate(one_hz: float, other_hz: float) -> bool:
-    """Returns whether two rates are equal within the tolerance of clocks and sensors."""
+    """Returns whether the ratio of two rates is between 0.8 and 1.25."""
     lowest, highest = _SAME_RATE
     return lowest < one_hz / other_hz < highest
 

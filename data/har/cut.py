@@ -81,7 +81,7 @@ class Cut:
         return {subject: middle for subject, rates in found.items() if (middle := middle_rate_hz(rates)) is not None}
 
     def windows_at_another_rate(self) -> list[float]:
-        """Returns the sample rate of each window whose recording's rate differs from `rate_hz`."""
+        """Returns the sample rates, one per window, that differ from `rate_hz` (see `is_same_rate`)."""
         usual = self.rate_hz
         return [hz for _, hz, count in self._rates for _ in range(count) if usual and not is_same_rate(hz, usual)]
 

@@ -1,4 +1,4 @@
-"""Downloads a published file over https, and verifies the file before renaming it to its final name."""
+"""Downloads a published file, and verifies it before renaming it to its final name."""
 
 import fcntl
 import shutil

@@ -1,4 +1,4 @@
-"""Reads signals for `--predict`: a recording in a table, or an array of windows in a .npy file."""
+"""Reads the signals given by `--predict`."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ _NEAR = 1.6
 class NewWindows:
     """Data set of sensor windows without labels, in physical units.
 
-    where: how messages name the file. signals: (N, C, T) float32. start_s: (N,) float64, start of each window, in
+    where: the file's name in messages. signals: (N, C, T) float32. start_s: (N,) float64, start of each window, in
     seconds since the first row of its person and trial. duration_s: length of a window, in seconds. start_s and
     duration_s are None for a .npy file. remarks: lines to print. cells: each window's person and trial, as spelled in
     the file, by column.
@@ -82,7 +82,7 @@ def read_new_windows(
 def _windows_of(
     rows: Rows, names: Sequence[str], label: str, wanted: WindowFormat, remarks: Sequence[str]
 ) -> NewWindows:
-    """Cuts rows into windows. names: columns of the person and the trial, whose cells `rows.trials` begins with."""
+    """Cuts rows into windows. names: columns whose cells begin each tuple of `rows.trials`."""
     length = wanted.length
     pieces = [(piece, range(piece.start, piece.stop - length + 1, wanted.hop)) for piece in rows.recordings(False)]
     first_rows = np.array([row for _, starts in pieces for row in starts], np.int64)
@@ -138,7 +138,7 @@ def doubt_about_units(windows: NewWindows, channels: Sequence[str], mean: np.nda
     """Describes sensors whose values are far larger or smaller than in training; returns "" if there are none.
 
     mean, std: (C,), statistics of the training channels. A sensor's channels x, y and z are judged together. Small
-    values are reported only if the sensor measures a constant component, such as gravity.
+    values count only for sensors that measure a constant component, such as gravity.
     """
     told: list[str] = []
     found = windows.signals.mean(axis=(0, 2), dtype=np.float64), windows.signals.std(axis=(0, 2), dtype=np.float64)

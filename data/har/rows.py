@@ -1,4 +1,4 @@
-"""Reads rows of recordings from tables (signals, subjects, labels, times) and classifies their columns."""
+"""Reads rows of recordings from tables, and classifies the columns."""
 
 import re
 from collections import Counter
@@ -71,7 +71,7 @@ class Rows:
     and each label occurs, as spelled in the file.
     trials: each row's cells in the columns that separate recordings.
     clocks: (n, K) float64; NaN if a cell is not a time. in_seconds: (K,) bool, whether a clock is in seconds.
-    moments: first and last cell of each clock, by name. unread: why a clock cannot be read, by its name.
+    moments: maps each clock's name to its first and last cell. unread: maps a clock's name to why it cannot be read.
     places: (n,) int64, each row's index in the file.
     """
 
@@ -120,8 +120,8 @@ class Rows:
     def recordings(self, by_label: bool) -> Iterator["Recording"]:
         """Yields the recordings in order.
 
-        A recording starts where the subject or trial changes and where the clock jumps. by_label: whether a recording
-        also starts where the label changes, and rows without a label are dropped.
+        A recording starts where the subject or trial changes and where the clock jumps. With by_label, a recording also
+        starts where the label changes, and rows without a label are dropped.
         """
         labels = self.labels if by_label else [""] * len(self.signals)
         start = 0
@@ -159,7 +159,8 @@ def roles_of(
 def usual_column(header: Sequence[str], names: Sequence[str], chosen: str | None = None) -> int | None:
     """Returns the index of column `chosen` or, if that is None, of a column with one of `names`.
 
-    Returns None if no column matches. Exact matches, except for case, are preferred to matches by `plain_name`.
+    Returns None if no column matches. A name that is equal except for case takes precedence over one with an equal
+    `plain_name`.
     """
     if chosen is not None:
         return header.index(chosen) if chosen in header else None
@@ -249,8 +250,7 @@ def read_rows(
 class _Clocks:
     """Columns of times of a file, read in blocks of rows.
 
-    moments: first and last cell by name. unread: why a column cannot be read, by name. in_seconds: (K,) bool, whether a
-    column is in seconds.
+    moments, unread: as for `Rows`. in_seconds: (K,) bool, whether a column is in seconds.
     """
 
     def __init__(self, names: Sequence[str], columns: Sequence[int], decimal_comma: bool) -> None:

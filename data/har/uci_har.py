@@ -79,9 +79,9 @@ def download_uci_har(
     addresses: Sequence[str] = ADDRESSES,
     sha256: Mapping[str, str] = SHA256,
 ) -> None:
-    """Downloads the data set unless it exists, and verifies it, so that `load_uci_har` can read the path.
+    """Downloads the data set unless it exists, and verifies it.
 
-    Existing data are verified once; the cache stores the success until the files change.
+    Existing data are verified again only if the files change.
 
     path: a zip if the name ends in .zip; otherwise a folder for `UCI HAR Dataset.zip`. sha256: expected checksums by
     file. addresses: URLs, tried in order.

@@ -194,7 +194,8 @@ def training_subjects(recordings: HarRecordings) -> list[int]:
 def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int) -> list[int]:
     """Returns the validation subjects for a seed: num_val_subjects consecutive training subjects, in cyclic order.
 
-    The first subject has index seed * num_val_subjects. Raises UserError if nobody is left for training.
+    The first has index seed * num_val_subjects, modulo their number. Raises UserError unless 0 < num_val_subjects <
+    number of training subjects.
     """
     candidates = training_subjects(recordings)
     if len(candidates) == 1:

@@ -36,7 +36,7 @@ _UNUSUAL_NAMES = (
 class ColumnChoice:
     """Columns chosen by flags, by name or by number from 1; None means that the column is detected.
 
-    time: NO_TIMES if there are no times.
+    time: NO_TIMES means that no column contains times.
     """
 
     user: str | None = None
@@ -48,7 +48,7 @@ class ColumnChoice:
         return chosen
 
     def arranged(self, columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-        """Names and orders columns, given by role, as the flags expect; empty columns fill gaps between numbers."""
+        """Turns columns by role into a table that this choice fits; columns of "" fill unused column numbers."""
         chosen = {role: self.of(role) or role for role in columns}
         numbers = {int(text): role for role, text in chosen.items() if text.isdecimal()}
         places = [numbers.get(number, f"other {number}") for number in range(1, max(numbers, default=0) + 1)]
@@ -79,8 +79,8 @@ class Layout:
 def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoice, where: str) -> Layout:
     """Detects the layout of a file from its first two lines.
 
-    first, second: fields of these lines; second: [] if there is no second line. where: how messages name the first
-    line.
+    first, second: fields of these lines; second: [] if there is no second line. where: the first line's name in
+    messages.
 
     With a header, columns are found by name: a chosen name, otherwise a usual name. Without a header, the first two
     columns are user and item, and the time is the only other column that begins with a date, or with a Unix time from

@@ -13,14 +13,14 @@ SplitKind = Literal["leave-one-out", "ratio", "time"]
 
 @dataclass(frozen=True)
 class HoldOut:
-    """Rule that splits each user's interactions, in time order, into training, validation and test interactions.
+    """Rule that splits interactions into training, validation and test.
 
     kind: "leave-one-out": each user's last interaction is for the test and the second to last for validation.
-        "ratio": each user's last interactions, a share test_share, are for the test, and the preceding share val_share
-        is for validation, at least one interaction each. "leave-one-out" and "ratio" hold out nothing from users with
+        "ratio": the last share test_share of each user's interactions is for the test, and the share val_share before
+        it for validation, at least one interaction each. "leave-one-out" and "ratio" hold out nothing from users with
         fewer than three interactions.
-        "time": the latest of all users' interactions, a share test_share, are for the test, and the preceding share
-        val_share is for validation; simultaneous interactions stay together.
+        "time": the latest share test_share of all interactions is for the test, and the share val_share before it for
+        validation; simultaneous interactions stay together.
     """
 
     kind: SplitKind = "leave-one-out"
@@ -35,7 +35,7 @@ class HoldOut:
     def bounds(self, interactions: Interactions) -> tuple[np.ndarray, np.ndarray]:
         """Returns where each user's training and validation interactions end, (num_users,) int64 each.
 
-        Raises UserError if the interactions cannot be split in this way.
+        Raises UserError for a rule other than the default if files define the split, and for "time" without times.
         """
         count = np.diff(interactions.offsets)
         if interactions.held_out is not None:

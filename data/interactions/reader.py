@@ -83,7 +83,8 @@ def load_interactions(
 def find_files(path: Path, flag: str = "--data-dir") -> list[DataFile]:
     """Finds the file of interactions at a path, or the files for training, validation (optional) and test.
 
-    flag: command-line flag that sets the path. Raises UserError if no file, or several, could be meant.
+    flag: command-line flag that sets the path. Raises UserError if there is no such file, or if it is unclear which
+    file to read.
     """
     path = Path(os.path.realpath(path))  # unlike Path.resolve, does not raise for a link to itself
     return tables_at(path, flag, "give a file of interactions", _KNOWN_NAMES)

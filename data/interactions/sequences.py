@@ -82,7 +82,7 @@ class TrainSequences(Movable):
         seed: int,
         negatives: Negatives | None,
     ) -> None:
-        """Creates the data set. maxlen: largest number of inputs per sample. seed: seed of the negatives."""
+        """Creates the data set. maxlen: largest number of inputs per sample."""
         self._num_users, self._items, self._times = interactions.num_users, interactions.items, split.scaled_times
         self._sets = split.items
         self._seed = seed
@@ -184,7 +184,7 @@ class EvaluationSequences(Movable):
         is_test: bool,
         mask_seen: bool,
     ) -> None:
-        """Creates the data set. is_test: whether targets are test items; otherwise they are validation items."""
+        """Creates the data set. is_test: whether targets are test items, not validation items."""
         self._items, self._times = interactions.items, split.scaled_times
         self._maxlen = maxlen
         self._candidates = candidates
@@ -330,8 +330,8 @@ def _item_sets(interactions: Interactions, users: np.ndarray, chosen: np.ndarray
 def scaled_times(interactions: Interactions, times: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
     """Returns times since each user's first time, divided by the user's smallest gap and rounded, plus 1: (n,) int32.
 
-    counts: (n,) bool, whether the nonzero gap before an interaction counts; None: all do. If none of a user's
-    gaps counts, the divisor is 1 s. Li, Wang and McAuley, "Time interval aware self-attention for sequential
+    counts: (n,) bool, whether the gap before an interaction can be the smallest; None: any gap. Gaps of 0 are ignored;
+    without a gap, the divisor is 1 s. Li, Wang and McAuley, "Time interval aware self-attention for sequential
     recommendation", WSDM 2020.
     """
     users, _ = numbered(np.diff(interactions.offsets))

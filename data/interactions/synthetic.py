@@ -90,7 +90,7 @@ class _Viewers:
     """
 
     def __init__(self, first_topics: np.ndarray) -> None:
-        """Creates the users. first_topics: (U, 3), strongest interest first; repeated topics add up."""
+        """Creates the users. first_topics: (U, 3), strongest interest first; interests in a repeated topic add up."""
         num_users = len(first_topics)
         self.interests = np.zeros((num_users, NUM_TOPICS))
         for topics, strength in zip(first_topics.T, _FIRST_INTERESTS, strict=True):
