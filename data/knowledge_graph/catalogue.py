@@ -133,7 +133,6 @@ class Catalogue:
 
     @property
     def arrays(self) -> Arrays:
-        """Contents of the catalogue as arrays for the cache."""
         counts = np.array([self.num_users, self.num_items])
         arrays = {"counts": counts, "triples": self.triples, "unknown_items": self.unknown_items}
         for name, texts in zip(_TEXTS, (self.relation_names, self.notes, *self.names), strict=True):

@@ -109,7 +109,6 @@ def _from_array(file: DataFile, content: bytes) -> Numbers:
 
 
 def _no_number(file: DataFile, text: bytes) -> UserError:
-    """Builds the UserError about the first field that is not a whole number."""
     for number, line in enumerate(text.split(b"\n"), start=1):
         for field in line.split():
             if not field.isdigit():

@@ -8,7 +8,7 @@ The layout of KGCN (Wang et al., WWW 2019) has `ratings_final`, with a line `use
 means that the user has the item; `kg_final`; and optionally `item_index2entity_id.txt`, with a line per item.
 `ratings_final` and `kg_final` end in `.txt` or `.npy`; `.npy` takes precedence.
 
-Data sets in other layouts must be tables with named columns, which `data.knowledge_graph.tables` reads.
+`data.knowledge_graph.tables` reads other data sets, which must be tables with named columns.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def load_catalogue(
     """Reads a data set; the parsed arrays are cached.
 
     path: a table of interactions; or a folder, .zip or .tar.gz with the files at its top or in one folder. Files may be
-        compressed; archives are not unpacked to disk. The graph is optional. Repeated entries of a file count once.
+        compressed. The graph is optional. Repeated entries of a file count once.
     val_share: share of each user's training items to hold out for validation, 0 <= val_share < 1, if there is no
         `valid.txt`. Every user keeps at least one training item.
     seed: determines the validation items and, without a test file or times, the test items, which are 20 % of each

@@ -115,7 +115,7 @@ class Triples(Movable):
     rows_alike = True
 
     def __init__(self, edges: Edges, seed: int) -> None:
-        """Creates the data set. Raises UserError if a relation joins a head to every node, which leaves no negative."""
+        """Raises UserError if a relation joins a head to every node, which leaves no negative."""
         self._seed = seed
         order = np.lexsort((edges.tail, edges.relation, edges.head))
         head, self._relation, self._tail = (ids[order] for ids in (edges.head, edges.relation, edges.tail))
@@ -160,7 +160,7 @@ class Triples(Movable):
 class UsersToRank(Movable):
     """Data set of the users that have held-out items, with these items.
 
-    Samples are sorted by the number of seen items, so that batches need little padding.
+    Samples are sorted by the number of seen items.
 
     users: (n,) int64, the user of each sample.
     """

@@ -35,7 +35,7 @@ def hold_out(
 def hold_out_test(
     lists: ItemLists, seed: int, where: str, times: np.ndarray | None = None
 ) -> tuple[ItemLists, ItemLists, str]:
-    """Splits lists into training and test items, and describes the split for the user. where: data set in messages."""
+    """Splits lists into training and test items, and describes the split. where: name of the data set in messages."""
     train, test = hold_out(lists, _TEST_SHARE, seed, TEST_STREAM, times)
     if not len(test):
         raise UserError(f"{where}: no user has enough items to hold one out for testing; give more data")

@@ -123,9 +123,9 @@ def _read_graph(
 
 
 def _columns(file: DataFile, names: Sequence[str], reading: Reading, notes: list[str]) -> list[tuple[str, ...]]:
-    """Returns, for each line, the cells in the named columns, as in interactions: 7.0 is 7 in a column of numbers.
+    """Returns the cells of each complete line in the named columns; in a column of whole numbers, 7.0 becomes 7.
 
-    names: normalised by `plain_name`. notes: remarks.
+    names: normalised by `plain_name`. notes: list that receives remarks.
     """
     left_out = LeftOut(reading)
     with opened_table(file, left_out) as table:

@@ -1,4 +1,4 @@
-"""Decodes sound files to mono samples: WAV directly, other formats with the package soundfile if installed."""
+"""Decodes and resamples sound files."""
 
 import functools
 import importlib
@@ -78,8 +78,8 @@ def resample(samples: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
     """Resamples audio: (length,) -> (ceil(length * to_rate / from_rate),) float32.
 
     Sample k of the result is the sound at time k / to_rate s. Interpolates with a Kaiser-windowed sinc (Smith, "Digital
-    Audio Resampling Home Page", CCRMA). The filter's gain is 1 within 1e-4 below 0.84 times the lower Nyquist
-    frequency, and about 1e-4 or less above 1.08 times this frequency.
+    Audio Resampling Home Page", CCRMA). The filter's gain differs from 1 by at most 1e-4 below 0.84 times the lower
+    Nyquist frequency, and is about 1e-4 or less above 1.08 times it.
     """
     if from_rate == to_rate:
         return samples.astype(np.float32)
@@ -101,8 +101,7 @@ def resample(samples: np.ndarray, from_rate: int, to_rate: int) -> np.ndarray:
 def _kernels(up: int, down: int) -> np.ndarray:
     """Returns filters for output samples 0 to up - 1: (up, odd length) float32.
 
-    A filter is centred on the input sample at or before its output sample. It is a Kaiser-windowed sinc whose weights
-    add up to 1.
+    A filter is centred on the input sample at or before its output sample; its weights add up to 1.
     """
     cutoff = _ROLL_OFF * min(1.0, up / down)  # as a share of the source's Nyquist frequency
     reach = math.ceil(_NUM_LOBES / cutoff)
@@ -114,7 +113,7 @@ def _kernels(up: int, down: int) -> np.ndarray:
 
 
 def _decode_wav(content: bytes) -> tuple[np.ndarray, int] | None:
-    """Decodes a WAV file to samples, (length, channels) float32, and the sample rate; None if they are compressed.
+    """Decodes a WAV file to samples, (length, channels) float32, and the sample rate; returns None for other codecs.
 
     Replaces Python's module wave, which lacks floats and, before Python 3.12, the extensible header.
     """

@@ -1,7 +1,4 @@
-"""Random augmentation of training utterances, which imitates other voices, rooms and microphones.
-
-Random draws are functions of only seed, epoch and sample.
-"""
+"""Random augmentation of training utterances, which imitates other voices, rooms and microphones."""
 
 import math
 from dataclasses import dataclass, replace
@@ -184,8 +181,8 @@ def length_at(length: Length, percent: Length) -> Length:
 def at_duration(audio: np.ndarray, percent: int) -> np.ndarray:
     """Resamples audio (length,) float32 to a percentage of its duration: (length_at(...),) float32.
 
-    Interpolates with the ideal low-pass filter by Fourier transforms. Zeros pad the audio to a multiple of
-    100 samples, so that the ratio is exact.
+    Interpolates with the ideal low-pass filter by Fourier transforms. Zeros pad the audio to a multiple of 100 samples,
+    of which any percentage is a whole number of samples.
     """
     if percent == 100:
         return audio

@@ -1,4 +1,4 @@
-"""Recorded utterances with transcripts, which are decoded once, cached on disk and memory-mapped."""
+"""Recorded utterances with transcripts."""
 
 import json
 from collections.abc import Callable, Mapping

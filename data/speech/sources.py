@@ -42,7 +42,7 @@ class Source:
         return f"--data-dir {self.path}" + (f", {name}" if name else "")
 
     def read_text(self, name: str) -> str:
-        """Reads a text file. Raises UserError if the file cannot be read or decoded."""
+        """Raises UserError if the file cannot be read or decoded."""
         try:
             return decoded(self.read(name), self.where(name), self.left_out)
         except ARCHIVE_ERRORS as error:

@@ -111,7 +111,7 @@ class Alphabet:
             ) from None
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Converts symbol numbers to text; skips 0, which is the blank and padding."""
+        """Converts symbol numbers to text; skips 0, the blank."""
         symbols = [self.symbols[number - 1] for number in ids if number != BLANK]
         return (" " if self.units == "words" else "").join(symbols)
 

@@ -1,4 +1,4 @@
-"""Data sets of utterances: single recordings, or strings (concatenations) of recordings of one speaker.
+"""Data sets of utterances: single recordings, or strings (concatenations) of recordings.
 
 A batch from `__getitems__` has
     audio: (B, S) float32 in about [-1, 1], padded with zeros. num_samples: (B,) int64.
@@ -9,7 +9,7 @@ A batch from `__getitems__` has
 Audio and targets are padded to `SampleKeys.padded_length`.
 
 Random draws are functions of only seed, epoch and sample, and are computed on the CPU. For data on a GPU, the GPU
-computes the audio of a whole batch (see `waves`), with an error below -100 dB relative to the CPU.
+computes the audio of a whole batch (see `waves`).
 """
 
 from typing import Any, NamedTuple
@@ -53,7 +53,7 @@ class _OfCorpus(Movable):
         self._noise_tables: Array = noise_tables()
 
     def _recordings(self, which: np.ndarray, factors: np.ndarray) -> Array:
-        """Returns recordings with indices `which` (m,), times factors (m,), zero-padded on the device: (m, longest)."""
+        """Returns recordings `which` (m,), multiplied by factors (m,), zero-padded, on the device: (m, longest)."""
         start, length = self.here(np.stack([self.corpus.offsets[which], self._durations[which]]))
         rows = Ragged(start, length, int(self._durations[which].max()))
         return cast(rows.of(self._audio), "float32") * self.here(factors * _FULL_SCALE)[:, None]
@@ -94,7 +94,7 @@ class Utterances(_OfCorpus):
         return len(self.indices)
 
     def lengths(self, epoch: int) -> np.ndarray:
-        """Returns the lengths of all utterances in an epoch, in samples of audio: (n,) int64."""
+        """Returns the lengths of all utterances in an epoch, in samples: (n,) int64."""
         lengths = self._durations[self.indices]
         return lengths if self._augmenter is None else self._augmenter.lengths(lengths, epoch, np.arange(len(self)))
 
@@ -171,7 +171,7 @@ class Strings(_OfCorpus):
         return self._num_strings
 
     def lengths(self, epoch: int) -> np.ndarray:
-        """Returns the lengths of all strings in an epoch, in samples of audio: (n,) int64."""
+        """Returns the lengths of all strings in an epoch, in samples: (n,) int64."""
         index = np.arange(len(self))
         lengths = self._lengths(self._plan(epoch, index))
         return lengths if self._augmenter is None else self._augmenter.lengths(lengths, epoch, index)

@@ -1,4 +1,4 @@
-"""Augments the audio of a whole batch on a device; the module `augmentation` augments single recordings on the CPU.
+"""Augments the audio of a whole batch on a device, as `augmentation` does for single recordings on the CPU.
 
 Audio is (B, S) float32, padded with zeros; GPU and CPU results differ by less than -100 dB. Lengths and other
 numbers per row are arrays (B,) on the CPU, which `here` (`Movable.here`) copies to the device.
