@@ -46,7 +46,7 @@ class ColumnCode:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "ColumnCode":
-        """Builds a column's encoding from the result of `asdict`; older files lack the entry "spelling"."""
+        """Builds a column's encoding from the result of `asdict`; files of older versions lack "spelling"."""
         categories, spelling = values["categories"], Spelling(**values.get("spelling", {}))
         categories = None if categories is None else tuple(categories)
         return cls(**values | {"categories": categories, "spelling": spelling})

@@ -115,9 +115,9 @@ def named_column(table: Table, name: str, flag: str) -> Column:
 def stratified_hold_out(labels: np.ndarray, share: float, seed: int, stream: int = 0) -> tuple[np.ndarray, np.ndarray]:
     """Returns the positions of training rows and of held-out rows, (k,) int64 each, ascending, stratified by class.
 
-    Random numbers are a function of (seed, stream, position of the row). The held-out rows of all classes add up to the
-    rounded share of all rows, as nearly as possible. A class with two or more rows has at least one held-out row
-    and one training row. A class with a single row has no held-out row.
+    Random numbers are a function of (seed, stream, position of the row). The number of held-out rows is the rounded
+    share of all rows, except that a class with a single row has no held-out row, and any other class has at least one
+    held-out row and one training row.
 
     labels: (n,) int64, at least 0. share: share of rows to hold out, above 0 and below 1.
     """

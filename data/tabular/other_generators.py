@@ -162,8 +162,7 @@ class OtherTables:
     """Data set of synthetic tables. Table i depends only on (seed, i), and FAMILIES[i % len(FAMILIES)] generates it.
 
     num_context, num_queries: numbers of context and query rows per table. most_classes: largest number of classes per
-    table; excess classes are merged. A batch has the entries of a `PriorTables` batch. Every class occurs in the
-    context.
+    table; excess classes are merged. Batches are like those of `PriorTables`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The user's table, split into training, validation and test rows, and encoded as numbers."""
+"""Splits and encodes the user's table."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class OwnTable:
     """A user's table, split and encoded.
 
     encoding: fitted on the training rows. parts: rows by name: "train", "val" and "test". notes: sentences for the user
-    on rows in files of their own.
+    on separate validation and test files.
     """
 
     encoding: Encoding
@@ -48,8 +48,9 @@ class OwnTable:
 def split_table(table: LabelledTable, others: Mapping[str, Table], shares: Mapping[str, float]) -> OwnTable:
     """Splits a table into rows for "train", "val" and "test", stratified by class, and encodes them.
 
-    others: tables that are "val" or "test" rows as a whole. shares: share of the rows to hold out, by "val" or "test".
-    Raises UserError if a share leaves a part without rows, or if a table in `others` has no row of a known class.
+    others: separate tables for "val" or "test". shares: for "test", the share of the rows to hold out; for "val", the
+    share of the remaining rows. Raises UserError if a share leaves a part without rows, or if a table in `others` has
+    no row of a known class.
     """
     labels = table.labels.values
     rows = {"train": np.arange(len(labels)), "val": np.arange(0), "test": np.arange(0)}

@@ -1,4 +1,4 @@
-"""Reads the user's tables from CSV and similar files, or from arrays in a .npz file."""
+"""Reads the user's tables."""
 
 import warnings
 import zipfile
@@ -27,14 +27,14 @@ _ADVICE = "give a CSV with a line of column names, or a .npz with arrays X and y
 def read_table(path: Path, flag: str = "--data-dir", reading: Reading = STRICT) -> Table:
     """Reads a table. Columns of a CSV contain strings, which `Column.typed` can convert to numbers.
 
-    path: one of the following.
+    path:
         A CSV with a header, JSON lines, or parquet: plain, compressed, or as the only table of an archive. A CSV has
         columns separated by commas, semicolons (then 1,234 probably has a decimal comma), tabs, | or blanks. Quotes and
         spaces around a value are removed.
         A .npz file with X of shape (n, m), numbers or strings; optionally y of shape (n,), which becomes the column y;
         and optionally names of shape (m,), the names of the columns of X.
-        A folder or archive with tables for training, test and perhaps validation. If the flag is --data-dir, the
-        training table is read, otherwise the test table.
+        A folder or archive with tables for training, test and perhaps validation, of which --data-dir reads the
+        training table, and other flags read the test table.
     flag: the flag that gave the path. reading: encoding, and treatment of bad lines.
 
     Raises UserError, with file and line, for unreadable contents.
@@ -83,7 +83,8 @@ def _read_csv(file: DataFile, reading: Reading) -> Table:
 
 
 def _as_the_file_shows(columns: Sequence[Column], decimal_comma: bool) -> tuple[Column, ...]:
-    """Sets `likely` of each column that does not show its decimal sign to the sign that the other columns show."""
+    """Sets `likely` of columns that do not show their decimal sign: to the sign that the others show, or else to "," if
+    decimal_comma."""
     readings = [column.reading.spelling for column in columns]
     shown = [
         bool(spelling and spelling.is_shown_by(c.distinct_texts)) for c, spelling in zip(columns, readings, strict=True)

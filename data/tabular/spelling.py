@@ -268,8 +268,7 @@ def _doubt(texts: Sequence[str], counts: np.ndarray, numbers: np.ndarray, rival:
 
     numbers: values with the chosen sign. rival: values with the other sign; if the two never differ, there is no doubt.
     Some rows may be numbers with only one of the two signs; the chosen sign must fit nearly all of these rows.
-    Without such rows, the sign is in doubt only if, for example, 1500 occurs beside 1,234 and no other column shows the
-    sign.
+    Without such rows, the sign is in doubt only if strings such as 1,234 and 1500 both occur, and likely is UNKNOWN.
     """
     is_read, is_rival = ~np.isnan(numbers), ~np.isnan(rival)
     is_other, is_shown = is_read & is_rival & (numbers != rival), is_read != is_rival

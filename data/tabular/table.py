@@ -1,4 +1,4 @@
-"""Tables in memory, with columns of strings or numbers, in which values may be missing."""
+"""Tables of strings and numbers in memory."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence

@@ -94,7 +94,7 @@ def xavier_linear(width: int, out_width: int) -> nn.Linear:
 
 
 class _BiInteraction(torch.autograd.Function):
-    """Computes `BiInteraction` in chunks of nodes; to save memory, backward recomputes sums and products of inputs."""
+    """Computes `BiInteraction` in chunks of nodes; to save memory, the backward pass recomputes x + A x and x * A x."""
 
     @staticmethod
     def forward(
@@ -134,7 +134,7 @@ class _BiInteraction(torch.autograd.Function):
 
 
 def _chunks(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
-    """Yields tuples of corresponding row chunks of all arguments; the chunk of an argument that is None is None."""
+    """Yields tuples of corresponding row chunks of all arguments; an argument that is None yields None each time."""
     (first, *_) = tensors
     assert first is not None
     size = _CHUNK_ROWS if first.device.type == "cpu" else max(len(first), 1)

@@ -21,8 +21,8 @@ _CHUNK_EDGES = {"cpu": 2**12, "cuda": 2**20}
 class KGAT(Recommender):
     """Propagates embeddings along a graph's edges, with attention weights computed from TransR embeddings.
 
-    Nodes are items, then other entities, then users. All computations use the precision of the parameters, even under
-    autocast.
+    The graph's nodes are items, then other entities, then users. All computations use the precision of the parameters,
+    even under autocast.
     """
 
     attention: Tensor
@@ -42,7 +42,7 @@ class KGAT(Recommender):
         laplacian: Laplacian = "random-walk",
         softmax: Softmax = "separate",
     ) -> None:
-        """Creates the model. The first num_items nodes of the graph are items, and the last num_users nodes are users.
+        """Creates the model.
 
         slope: negative slope of LeakyReLU. message_dropout: dropout probability of each layer's states. node_dropout:
         dropout probability of the propagation matrix's entries. laplacian: Laplacian used before the first `refresh`.
@@ -156,7 +156,6 @@ class KGAT(Recommender):
         return self.graph.softmax(logits, self.softmax)
 
     def _logits(self, nodes: Tensor, relation: int, edges: Tensor) -> Tensor:
-        """Returns the attention logits of one relation's edges."""
         heads, head_of_edge = _compact(self.graph.head.index_select(0, edges), len(nodes))
         tails, tail_of_edge = _compact(self.graph.tail.index_select(0, edges), len(nodes))
         projection = self.projections[relation]
@@ -182,7 +181,7 @@ def _propagate_as_loaded(model: KGAT, _: Any) -> None:
 
 
 def _compact(nodes: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Returns (distinct, place) with distinct[place] == nodes. Is faster than torch.unique if nodes recur often."""
+    """Returns (distinct, place) with distinct[place] == nodes; faster than torch.unique if nodes recur often."""
     occurs = torch.zeros(num_nodes, dtype=torch.bool, device=nodes.device)
     occurs[nodes.long()] = True
     place = occurs.cumsum(0, dtype=torch.int32) - 1

@@ -1,4 +1,4 @@
-"""Random numbers for a batch of tables; the numbers of a table do not depend on the other tables."""
+"""Random numbers that make each table independent of its batch."""
 
 import math
 

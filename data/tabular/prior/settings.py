@@ -1,4 +1,4 @@
-"""Settings of the pre-training prior: sizes and kinds of synthetic tables."""
+"""Settings of the pre-training prior."""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Structure of a table's causal model: causes, layers, units, and the units that become columns and classes.
+"""Structure of a table's causal model.
 
 Units form blocks of `width` units: causes are in block 0, and units of layer l in block l. A table uses the first units
 of each block. Unit i of block b has the index b * width + i.
