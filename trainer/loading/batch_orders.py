@@ -41,7 +41,7 @@ def even_batches(lengths: np.ndarray | Sequence[int], batch_size: int, seed: int
     Works like `bucketed_batches`, but splits each pool into batches with a total length of at most about batch_size *
     mean(lengths). The number of batches may vary between epochs.
 
-    lengths: length of each of n samples, above 0.
+    lengths: above 0.
     """
     lengths = np.asarray(lengths)
     most = batch_size * lengths.mean()
@@ -72,7 +72,8 @@ def sharded_batches(
     different shards rarely share a batch.
 
     shard_sizes: number of samples in each shard, at least 0; samples are numbered shard by shard. batch_size: samples
-    per optimizer step over all devices, at least 1. Returns int64 arrays of sample indices, created when indexed.
+    per optimizer step over all devices, at least 1. Returns a sequence that creates int64 arrays of sample indices when
+    it is indexed.
     """
     return ShardedBatches(np.asarray(shard_sizes, dtype=np.int64), batch_size, seed, epoch)
 
@@ -80,7 +81,7 @@ def sharded_batches(
 class BatchesOnDemand(Sequence[np.ndarray]):
     """Sequence of an epoch's batches, which are created when they are indexed.
 
-    num_samples: total number of samples. batch_size: samples in each batch except the last.
+    batch_size: samples in each batch except the last.
     """
 
     def __init__(self, num_samples: int, batch_size: int) -> None:

@@ -14,7 +14,7 @@ Batch = dict[str, Tensor]
 
 
 class WeightedBatch(NamedTuple):
-    """A batch in host memory with its weight, the number of its loss terms.
+    """A batch in host memory and its weight: the number of its loss terms.
 
     num_samples: number of samples, 0 for a placeholder batch of a process without samples. A batch of real samples may
     also have weight 0, for example if the samples have no labels.

@@ -29,7 +29,7 @@ class Movable:
     A subclass must implement `__getitems__` for arrays and tensors alike, using only indexing by
     `self.here(keys.index)`, operators and functions of trainer.loading.arrays. The method must never wait for a device.
 
-    device: device of the data set, or None on the host.
+    device: None on the host.
     of_tensors: whether the attributes are tensors even on the host.
     stays: names of attributes that stay on the host, such as lengths that determine padding.
     rows_alike: whether a sample is independent of the other samples in its batch and of `SampleKeys.progress`, so that
@@ -107,7 +107,6 @@ class DeviceLoader(BatchLoader):
     """
 
     def __init__(self, datasets: Sequence[Movable], collate: Collate, device: torch.device) -> None:
-        """datasets: the data sets of all phases, or the data set of an evaluation."""
         self._datasets, self._collate, self._device = datasets, collate, device
         self._unchecked = set(range(len(datasets)))
         self._most_samples = MOST_SAMPLES_TOGETHER

@@ -1,7 +1,7 @@
 """Order of samples as a pure function of (seed, epoch, phase, position).
 
-An epoch's order does not depend on the number of processes. Global batch k is a slice of the epoch's permutation, and
-process r of w takes every w-th sample of the slice, starting at sample r.
+Global batch k is a slice of the epoch's permutation, and process r of w takes every w-th sample of the slice, starting
+at sample r.
 """
 
 import math
@@ -25,7 +25,7 @@ class Position:
     epoch: completed epochs. phase: index of the current phase. samples: number of its samples used so far.
 
     If phases alternate (`Task.turns`), `samples` counts only the first phase. turn: steps since the last change of
-    phase. others: for each other phase, (passes over its data, samples used of the current pass); empty at first.
+    phase. others: for each other phase, (passes over its data, samples used in the current pass); empty at first.
     """
 
     epoch: int = 0

@@ -43,7 +43,7 @@ class Trial:
         return len(self._times) == NUM_BATCHES
 
     def outcome(self) -> tuple[bool, str]:
-        """Returns whether workers save time, and a text with the measured host times of a batch."""
+        """Returns whether workers save time, and the measured host times of a batch as text."""
         blocks = [self._times[start : start + BLOCK] for start in range(BLOCK, NUM_BATCHES, BLOCK)]
         made, between = min(([sum(part) / BLOCK for part in zip(*block, strict=True)] for block in blocks), key=sum)
         times = f"a batch takes {1e3 * made:.2g} ms to load and {1e3 * between:.2g} ms to train on"

@@ -71,7 +71,7 @@ class _NumberedBatches(Dataset[Batch | UserError]):
 
 
 class Workers:
-    """Makes batches for loaders, in this process or in worker processes.
+    """Makes batches for loaders.
 
     num_workers: number of worker processes, started on first use or by `start`; with 0, this process makes batches.
     for_gpu: whether to pin batches and pad them to a few fixed lengths (see `SampleKeys.padded_length`). on_trial:
@@ -108,7 +108,7 @@ class Workers:
             )
 
     def add(self, datasets: Sequence[KeyedDataset], collate: Collate) -> int:
-        """Registers a loader's data sets, by phase, and their collate function; returns the number for requests."""
+        """Registers a loader's data sets, by phase, and their collate function; returns its number for requests."""
         running = self._processes is not None and has_workers(self._processes)
         assert not running, "running workers would not see the new data set"
         self._batches.sources.append((datasets, collate))
@@ -127,8 +127,8 @@ class Workers:
     def load(self, number: int, keys: Iterable[SampleKeys], trains: bool, ahead: bool) -> Iterator[Batch]:
         """Returns an iterator over batches of a loader, in the order of keys.
 
-        number: number of the loader, from `add`. trains: whether the batches are for training, so that a trial of the
-        workers times them. ahead: whether only idle workers may make the batches.
+        number: result of `add`. trains: whether the batches are for training; a trial of the workers times only these.
+        ahead: whether only idle workers may make the batches.
         """
         keys = map(self.completed, keys) if self._for_gpu else keys
         if self._processes is None:
@@ -276,7 +276,7 @@ class Workers:
 class BatchStream(Iterator[Batch]):
     """Iterator over the batches of one call of `Workers.load`.
 
-    requests: requests that have not been sent to workers. arrived: received batches, or errors in place of batches.
+    requests: not yet sent to workers. arrived: received batches, or errors in place of batches.
     """
 
     def __init__(self, workers: Workers, requests: Iterator[Request], trains: bool) -> None:
@@ -288,7 +288,7 @@ class BatchStream(Iterator[Batch]):
 
 
 class BatchLoader:
-    """Loads batches. workers: object that makes the batches; by default this process makes them."""
+    """Loads batches. workers: object that makes the batches; by default this process does."""
 
     def __init__(
         self, datasets: Sequence[KeyedDataset], collate: Collate, workers: Workers | None = None, trains: bool = False
@@ -321,6 +321,6 @@ def _depend_on_the_trainer(worker_id: int) -> None:
 
 
 def _leave(error: Exception, batch: object) -> None:
-    """Ends a worker that cannot send a batch, for example without file descriptors; the trainer notices the exit."""
+    """Ends a worker that cannot send a batch, for example if file descriptors run out; the trainer notices the exit."""
     traceback.print_exception(error)
     os._exit(1)

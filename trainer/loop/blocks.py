@@ -56,8 +56,8 @@ def prepare_blocks(flags: BlockFlags, task: Task, objective: Objective) -> None:
 def recompute(blocks: Sequence[nn.Module]) -> None:
     """Makes blocks recompute their activations in the backward pass instead of storing them.
 
-    A recomputation uses the random numbers, buffers and attributes of the original forward, and then restores the
-    current buffers and attributes.
+    A recomputation uses the random numbers, buffers and attributes of the original forward pass, and then restores the
+    buffers and attributes that it found.
     """
     for block in blocks:
         kind = type(block)
@@ -117,7 +117,7 @@ class _AsFound(AbstractContextManager[None]):
     """Context in which a block works on copies of the buffers and attributes that it had when the context was created.
 
     The copies leave the original tensors intact for the backward pass. The context can be entered several times,
-    because with second derivatives each backward recomputes the block.
+    because with second derivatives each backward pass recomputes the block.
     """
 
     def __init__(self, block: _Recomputed) -> None:

@@ -1,4 +1,4 @@
-"""Synchronises state that forward passes change, such as batch norm statistics; restores it after skipped steps."""
+"""State that forward passes change, such as batch norm statistics."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,10 +27,10 @@ from trainer.parallel.strategy import Strategy
 class Buffers:
     """Synchronises running statistics and other state that forward passes change; undoes the changes of skipped steps.
 
-    A forward updates running statistics before the gradients are known to be finite, and a NaN in the statistics would
-    be permanent. After each step the statistics are equal on all processes, so any step's state can be saved.
+    A forward pass updates running statistics before the gradients are known to be finite, and a NaN in the statistics
+    would be permanent. After each step the statistics are equal on all processes, so any step's state can be saved.
 
-    forward_state: state that forwards change, except running statistics. is_active: whether forwards change any state.
+    forward_state: state other than running statistics. is_active: whether forward passes change any state.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -47,7 +47,7 @@ class Buffers:
         self._pending: tuple[Tensor, Callable[[], None]] | None = None
 
     def learn(self, changes: Iterable[Change], model: nn.Module, group: Group) -> None:
-        """Registers a trial forward's changes on all processes. Raises UserError for a reshaped persistent buffer."""
+        """Registers any process's changes in a trial forward pass. Raises UserError for reshaped persistent buffers."""
         self.forward_state.learn(changes)
         self.forward_state.settle(model, group)
         self.is_active = self.is_active or self.forward_state.is_active
@@ -59,7 +59,7 @@ class Buffers:
         self.forward_state.keep()
 
     def of_samples(self, num_samples: int) -> AbstractContextManager[None]:
-        """Returns a context for forward and backward that restores running statistics on exit if num_samples is 0.
+        """Context for forward and backward passes that restores running statistics on exit if num_samples is 0.
 
         Counters such as `num_batches_tracked` always advance, so that they are equal on all processes.
         """
@@ -76,10 +76,10 @@ class Buffers:
             self._statistics.set(before)
 
     def start_agreement(self, group: Group) -> None:
-        """Starts the all-reduce of changes in running statistics after a step's last forward; `agree` waits for it.
+        """Starts the all-reduce of running statistics' changes after a step's last forward pass; `agree` waits for it.
 
-        The all-reduce overlaps with the backward, which does not read running statistics in train mode. All processes
-        must call this method, and at least one process must have samples.
+        The all-reduce overlaps with the backward pass, which does not read running statistics in train mode. All
+        processes must call this method, and at least one process must have samples.
         """
         if group.world_size == 1 or not self._statistics:
             return
@@ -89,7 +89,7 @@ class Buffers:
         self._pending = flat, group.start_sum_in_place(flat)
 
     def agree(self, strategy: Strategy) -> None:
-        """Sets running statistics, after a step's last backward, to their mean over processes, weighted by samples.
+        """Sets running statistics, after a step's last backward pass, to their mean over processes weighted by samples.
 
         All processes must call this method. Raises UserError if a persistent buffer changed its shape.
         """
@@ -103,7 +103,7 @@ class Buffers:
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
-        """Context for forwards after `agree`; on exit, undoes their changes to buffers and attributes.
+        """Context for forward passes after `agree`; on exit, undoes their changes to buffers and attributes.
 
         All processes must enter this context.
         """
@@ -149,7 +149,6 @@ class FlatTensors:
         torch.cat(self._flat, out=self.kept)
 
     def set(self, values: Tensor) -> None:
-        """Copies a flat tensor's values to the individual tensors."""
         # `.data` hides the writes from autograd, which is safe because the backward does not read the statistics
         foreach_copy_([flat.data for flat in self._flat], values.split(self._sizes))
 
@@ -161,7 +160,7 @@ Kind = tuple[torch.Size, torch.dtype]
 class ForwardState:
     """Buffers and Python attributes that forward passes change; most models have none.
 
-    `learn` registers three kinds of state that a trial forward has changed.
+    `learn` registers three kinds of state that a trial forward pass has changed.
 
     Shared buffers are either persistent or changed in place. Each process updates its shared buffers with its own
     samples. After the step all processes copy rank 0's buffers, as in DistributedDataParallel.
@@ -196,7 +195,7 @@ class ForwardState:
     # --- before training ---------------------------------------------------------------------------------------------
 
     def learn(self, changes: Iterable[Change]) -> None:
-        """Registers the changes of a trial forward. Raises UserError if a persistent buffer changed its shape."""
+        """Registers what a trial forward pass changed. Raises UserError if a persistent buffer changed its shape."""
         for change in changes:
             entry, key = change.entry, (id(change.module), change.name)
             if change.is_persistent:
@@ -271,7 +270,7 @@ class ForwardState:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Context in which the forward and backward of a placeholder batch change only copies of the state.
+        """Context in which the forward and backward passes of a placeholder batch change only copies of the state.
 
         Numbers and strings keep their new values, so that counters are equal on all processes. Local buffers keep
         their new values, because they may depend on a counter.
@@ -293,7 +292,7 @@ class ForwardState:
     def agree(self, strategy: Strategy) -> None:
         """Copies rank 0's shared buffers to all processes. Raises UserError if a persistent buffer changed its shape.
 
-        All processes must call this method after a step's last backward, because a backward may read the old values.
+        All processes must call this method after a step's last backward pass, which may read the old values.
         """
         for known in self._persistent:
             path, buffers, name, last, shape = known
@@ -320,7 +319,7 @@ class ForwardState:
 
     @contextmanager
     def once_more(self) -> Iterator[None]:
-        """Context in which additional forwards of a step start from the state before the step; undoes their changes."""
+        """Context in which a step's extra forward passes start from the state before the step; undoes their changes."""
         state, local = State([*self._shared.values(), *self._attributes]), References(self._local.values())
         self.undo()
         try:

@@ -32,9 +32,9 @@ Outline = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     """Copies the run's state and writes the copy in the background; `BackgroundSaver.finish` waits for the write.
 
-    value: value of the monitored metric, or None without validation. All processes must call this function. Raises
-    UserError if the model differs between processes, or if the previous checkpoint could not be written. If the disk
-    was full, only logs a message.
+    value: the monitored metric; None without validation. All processes must call this function. Raises UserError if the
+    model differs between processes, or if the previous checkpoint could not be written. If the disk was full, only logs
+    a message.
     """
     strategy, learner, progress = run.strategy, run.learner, run.progress
     for watch in run.watches:
@@ -99,8 +99,7 @@ def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progr
 def refuse_another_model(weights: Mapping[str, Tensor], outline: Outline, step: int) -> None:
     """Raises UnfitState if the names, shapes or dtypes of the model's tensors have changed since it was built.
 
-    A resume could not load the changed model. outline: the built model's dtypes and shapes. step: completed optimizer
-    steps.
+    A resume could not load the changed model. step: completed optimizer steps.
     """
     now = {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}
     name = next((name for name in {**outline, **now} if outline.get(name) != now.get(name)), None)

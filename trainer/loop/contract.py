@@ -56,7 +56,7 @@ def check_signatures(own: object, base: type) -> None:
 
 
 def check_constructor(task_type: type[Task], arguments: Sequence[Any]) -> None:
-    """Raises UserError if a task's `__init__` does not take these arguments."""
+    """Raises UserError if a task's `__init__` cannot be called with `arguments`."""
     try:
         inspect.signature(task_type).bind(*arguments)
     except TypeError as error:
@@ -188,13 +188,13 @@ def check_same_parameters(objective: nn.Module, group: Group, where: str) -> Non
 
 
 def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) -> tuple[bool, float]:
-    """Runs a trial forward and backward of a phase without side effects. All processes must call this function.
+    """Tries a phase's forward and backward pass, without side effects. All processes must call this function.
 
-    Returns whether the forward itself runs collectives, and the forward's CPU time in seconds. example: a batch with
-    weights of 0. Raises UserError if the objective breaks the contract of `Objective`.
+    Returns whether the forward pass itself runs collectives, and its CPU time in seconds. example: a batch with weights
+    of 0. Raises UserError if the objective breaks the contract of `Objective`.
 
-    DistributedDataParallel rebuilds its buckets after its first backward, which changes the order of summation. Without
-    a trial, a resumed run's first step would add gradients in another order than the same step of an uninterrupted run.
+    DistributedDataParallel rebuilds its buckets after its first backward pass, which changes the order of summation.
+    Without a trial, a resumed run's first step would add gradients in another order than an uninterrupted run does.
     """
     net, objective = learner.enter(phase), learner.objective
     with _leaving_no_trace(learner, net, strategy) as changes:
@@ -230,7 +230,7 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
 
 
 def check_exchanges(learner: Learner, strategy: Strategy, phase: str, order: SampleOrder, example: Batch) -> None:
-    """Raises UserError if a forward's collectives depend on its number of samples.
+    """Raises UserError if the collectives of a forward pass depend on its number of samples.
 
     In a step, processes may get different numbers of samples. All processes must call this function.
     """
@@ -247,9 +247,9 @@ def check_exchanges(learner: Learner, strategy: Strategy, phase: str, order: Sam
 def check_single_samples(
     learner: Learner, strategy: Strategy, phase: str, order: SampleOrder, split: BatchSplit, example: Batch
 ) -> None:
-    """Raises UserError if a training forward would get a single sample that a batch norm of the model rejects.
+    """Raises UserError if a training forward pass would get one sample, which a batch norm of the model rejects.
 
-    Tries such a forward: BatchNorm2d accepts a single sample of several pixels. All processes must call this function.
+    Tries this, because BatchNorm2d accepts a single sample of several pixels. All processes must call this function.
     """
     if not any(isinstance(module, BATCH_NORMS) for module in learner.objective.modules()):
         return
@@ -275,7 +275,7 @@ def check_single_samples(
 
 
 def leaves_a_single_sample(strategy: Strategy, global_batch_size: int, micro_batch_size: int) -> bool:
-    """Returns whether a step of `global_batch_size` samples has a forward with one sample on the first or last rank."""
+    """Returns whether the first or last rank has a one-sample forward pass in a step of `global_batch_size` samples."""
     num_shards, samples = strategy.num_parts or strategy.group.world_size, np.arange(global_batch_size)
     shares = [split_global_batch(samples, (shard, num_shards), micro_batch_size, 0) for shard in (0, num_shards - 1)]
     trained = [keys for share in shares for keys in share if not (strategy.num_parts and keys.placeholder)]
@@ -285,7 +285,7 @@ def leaves_a_single_sample(strategy: Strategy, global_batch_size: int, micro_bat
 
 @contextmanager
 def _leaving_no_trace(learner: Learner, net: nn.Module, strategy: Strategy) -> Iterator[Callable[[], list[Change]]]:
-    """Context for trial forwards in train mode; undoes their changes. Yields a function that returns the changes."""
+    """Context for trial forward passes in train mode; undoes their changes. Yields a function that returns them."""
     net.train()
     with leaving_no_trace(learner.objective) as changes, strategy.keeping_generators():
         yield changes
@@ -293,7 +293,7 @@ def _leaving_no_trace(learner: Learner, net: nn.Module, strategy: Strategy) -> I
 
 
 def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float]:
-    """Converts a task's metrics to Python numbers. Raises UserError if the method did not return a dict of numbers."""
+    """Converts metrics that `method` returned to Python numbers. Raises UserError if they are not a dict of numbers."""
     name = f"{type(task).__name__}.{method}"
     if not isinstance(metrics, dict):
         raise UserError(f"{name}: must return a dict of numbers, not a {type(metrics).__name__}")

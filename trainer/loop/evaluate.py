@@ -70,7 +70,7 @@ def evaluate(run: Run, split: str) -> Sums:
 def prepare_validation(
     prepared: dict[str, Iterator[Any]], task: Task, loaders: Mapping[str, BatchLoader], size: int, strategy: Strategy
 ) -> None:
-    """Lets idle worker processes prefetch validation sets into `prepared`. size: samples per forward on a device."""
+    """Lets idle worker processes prefetch validation sets into `prepared`. size: samples per device per batch."""
     splits = task.splits()
     for name in validation_sets(splits):
         own = loaders[name], len(splits[name]), size * strategy.num_replicas, strategy
@@ -149,7 +149,7 @@ def start_evaluation(objective: Objective, precision: Precision, strategy: Strat
 def log_pictures(run: Run, sums: Mapping[str, Sums]) -> None:
     """Draws the task's pictures of finished evaluations on rank 0, and logs them.
 
-    sums: results of `evaluate` by data set. All processes must call this function.
+    All processes must call this function.
     """
     task, learner, strategy = run.task, run.learner, run.strategy
     has_examples = type(task).example_pictures is not Task.example_pictures

@@ -1,9 +1,9 @@
 """Captures training steps as CUDA graphs, each replayed by a single launch.
 
 With a small model a GPU waits for the host, which launches hundreds of kernels per step. One graph runs the forward and
-backward of a micro-batch. Another graph runs the weight update, after processes have summed their gradients. Each input
-signature (names, shapes, strides and dtypes) has its own graph. A graph computes the same bits as eager kernels. Work
-that cannot be captured runs eagerly.
+backward pass of a micro-batch. Another graph runs the weight update, after processes have summed their gradients. Each
+input signature (names, shapes, strides and dtypes) has its own graph. A graph computes the same bits as eager kernels.
+Work that cannot be captured runs eagerly.
 """
 
 import gc
@@ -116,7 +116,7 @@ class Gradients:
 
 
 class Moment:
-    """Snapshot of the state that forward and backward change: gradients, buffers, attributes and random generators."""
+    """Snapshot of what forward and backward passes change: gradients, buffers, attributes and random generators."""
 
     def __init__(self, gradients: Gradients, objective: Objective, generators: Sequence[torch.Generator]) -> None:
         self._gradients, self.present = gradients, gradients.present
@@ -344,7 +344,7 @@ class GraphedLearner(Learner, Watch):
         return Moment(gradients, self.objective, generators)
 
     def _recorded(self, phase: str, gradients: Gradients, micro_batch: WeightedBatch, before: Moment) -> Recording:
-        """Captures forward and backward, after a dry run to detect waits for the GPU, which would break the capture."""
+        """Captures forward and backward passes after a dry run that detects waits for the GPU, which break captures."""
         inputs = {name: tensor.to(self.device, copy=True) for name, tensor in micro_batch.batch.items()}
 
         def work() -> Packed:
@@ -556,7 +556,7 @@ class GraphedLearner(Learner, Watch):
         return f"forward passes change {changed[0]}, but replays of a graph would not" if changed else None
 
     def _obstacle_of_update(self, phase: str) -> str | None:
-        """Returns why a weight update cannot be captured, or None. Forward and backward may still be captured."""
+        """Returns why an update cannot be captured, or None. Forward and backward passes may still be captured."""
         if type(self.objective).after_step is not Objective.after_step:
             return f"{type(self.objective).__name__} has its own after_step"
         for optimizer in self.optimizers[phase]:

@@ -1,9 +1,9 @@
 """Trains with a loss that compares all samples of a step, across devices (`Objective.joint_loss`).
 
 Uses gradient caching (Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", RepL4NLP
-2021). First, forwards under `no_grad` compute the outputs, and the joint loss gives their gradients. Then the forwards
-run again with the same random numbers, and these gradients are backpropagated to the parameters. Memory therefore holds
-the autograd graph of only one micro-batch at a time. With one micro-batch per device, each forward runs only once.
+2021). First, forward passes under `no_grad` compute the outputs, and the joint loss gives their gradients. Then the
+forward passes run again with the same random numbers, and these gradients are backpropagated to the parameters. Memory
+therefore holds one micro-batch's autograd graph at a time. With one micro-batch per device, each pass runs only once.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ def refuse_joint(objective: Objective, strategy: Strategy, compiles: bool) -> No
 class JointForward(nn.Module):
     """Wraps an objective with a joint loss for training.
 
-    use: function that computes a training forward's result from its outputs; if None, the result is the joint loss.
+    use: computes a training forward pass's result from its outputs; if None, the result is the joint loss.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -126,7 +126,7 @@ class JointLearner(Learner, Watch):
         key: tuple[int, ...],
         parts: Sequence[Rows],
     ) -> Callable[[Rows], Sums]:
-        """Returns a function from a forward's outputs to sums whose loss backpropagates the joint loss's gradients.
+        """Returns a function from a micro-batch's outputs to sums whose loss backpropagates the joint loss's gradients.
 
         parts: outputs of each micro-batch. num_samples: samples in each micro-batch, 0 for a placeholder batch. The
         loss from the function's last call also backpropagates to parameters that the joint loss uses directly. Only

@@ -1,7 +1,7 @@
 """Checks that an objective's sums over the parts of a batch add up to its sums over the whole batch.
 
-The check finds losses that are means instead of sums, and losses that couple samples. With either kind, results would
-depend on the number of devices and on the number of samples per forward.
+The check finds losses that are means instead of sums, and losses that couple samples. With these losses, results would
+depend on the numbers of devices and of samples per forward pass.
 """
 
 import time
@@ -54,8 +54,8 @@ def check_sums(
     """Returns messages about sums that depend on how a batch is split. Raises UserError if a "sum" is a mean.
 
     Runs a few samples of each phase and of an evaluated data set through the objective, as a whole and in halves,
-    without side effects. no_limit: whether to check slow forwards too. first_s: CPU seconds of the slowest phase's
-    first forward. All processes must call this function.
+    without side effects. no_limit: whether to check slow models too. first_s: CPU seconds of the slowest phase's first
+    forward pass. All processes must call this function.
     """
     objective, remarks = learner.objective, list[str]()
     if objective.coupled:
@@ -78,7 +78,7 @@ def check_sums(
 class _Clock:
     """Limits the check's CPU time, which, unlike elapsed time, does not depend on other load.
 
-    first_s: CPU seconds of a first forward. All processes must call `allows`, whose result rank 0 decides.
+    first_s: CPU seconds of a first forward pass. All processes must call `allows`, whose result rank 0 decides.
     """
 
     def __init__(self, group: Group, has_limit: bool, first_s: float) -> None:
@@ -90,7 +90,7 @@ class _Clock:
         return time.process_time() - self._started
 
     def allows(self, num_forwards: int, limit_s: float = 0.0) -> bool:
-        """Returns whether `num_forwards` forwards fit into the limit. limit_s: limit, or 0 for the default."""
+        """Returns whether `num_forwards` forward passes fit into the limit. limit_s: limit, or 0 for the default."""
         most = limit_s or self._limit_s
         return self._group.on_main(lambda: not self._has_limit or self.spent() + num_forwards * self.of_forward < most)
 
