@@ -191,7 +191,7 @@ class Option:
         return self.checked(value) != self.default if self.is_switch else self.checked(value)
 
     def checked(self, value: Any) -> Any:
-        """Validates a value from a file or from Python. Raises ValueError that states the requirement."""
+        """Validates a value from a file or from Python. Raises ValueError with the requirement."""
         if self.is_switch:
             if not isinstance(value, bool):
                 raise ValueError("must be true or false")
@@ -243,7 +243,7 @@ class Option:
         return [str(part).replace(",", r"\,") if self.type is str else str(part) for part in value]
 
     def parse(self, given: Any) -> Any:
-        """Parses the words that follow the flag on the command line. Raises ValueError that names the flag."""
+        """Parses the words that follow the flag on the command line. Raises ValueError with the flag's name."""
         # values are separated by commas (but not by "\,"), spaces or both; files by spaces, as names may have commas
         texts = [given]
         if self.is_list:

@@ -1,7 +1,4 @@
-"""Schema of checkpoints, manifest.json and config.json: declares each entry once, with its type and range.
-
-A `Kind` is a function that validates a value read from a file: its type, its range, and the entries of a mapping.
-"""
+"""Schema of checkpoints, manifest.json and config.json: declares each entry once, with its type and range."""
 
 import math
 import re
@@ -78,7 +75,7 @@ def optional(kind: Kind) -> Kind:
 
 
 def either(*kinds: Kind) -> Kind:
-    """Requires a value that satisfies one of `kinds`; otherwise raises the error of the first."""
+    """Requires a value that satisfies one of `kinds`; otherwise raises the first kind's error."""
 
     def require(name: str, value: Any) -> None:
         refusals = []
@@ -172,7 +169,7 @@ def tensor(name: str, value: Any) -> None:
 
 
 def dense_tensor(name: str, value: Any) -> None:
-    """Raises an error unless the value is a dense tensor."""
+    """Requires a dense tensor."""
     tensor(name, value)
     if value.layout != torch.strided:
         raise ValueError(f"{name} is a sparse tensor, but must be dense")
@@ -322,15 +319,14 @@ _POSITION = record(
 class SavedProgress:
     """Progress of a run as stored in checkpoints.
 
-    evaluations_since_best: evaluations since the best score, for early stopping. last_report: completed optimizer steps
-    at the last report of metrics, after an evaluation or epoch. train_seconds: seconds of training, evaluation and
-    saving in all starts, up to the last call of `read_clock`. reported: by phase, the sums of loss and weight that
-    were logged last, over all processes. samples: number of samples in the totals (sums of metrics since the last
-    report) of all processes. misses_samples: whether totals are incomplete because a process was lost. skipped_steps:
-    optimizer steps skipped because a loss or gradient was not finite. skipped_in_a_row: the last skipped step, and the
-    number of consecutive skipped steps up to it. rate_drops: how often `--schedule plateau` has lowered the learning
-    rate. task_state: last result of `Task.after_validation`. scores: metrics of the best or, without validation, last
-    report.
+    evaluations_since_best: for early stopping. last_report: completed optimizer steps at the last report of metrics,
+    after an evaluation or epoch. train_seconds: seconds of training, evaluation and saving, added over all starts of
+    the run, at the last call of `read_clock`. reported: by phase, the sums of loss and weight that were logged last,
+    over all processes. samples: number of samples in the totals (sums of metrics since the last report) of all
+    processes. misses_samples: whether totals are incomplete because a process was lost. skipped_steps: optimizer steps
+    skipped because a loss or gradient was not finite. skipped_in_a_row: the last skipped step, and the number of
+    consecutive skipped steps up to it. rate_drops: how often `--schedule plateau` has lowered the learning rate.
+    task_state: last result of `Task.after_validation`. scores: metrics of the best or, without validation, last report.
     """
 
     position: Position = saved(_POSITION, Position(), read=lambda value: Position(**value))

@@ -5,11 +5,11 @@ lock when the process ends. Some network file systems do not share kernel locks 
 therefore names the holder, which renews the file's timestamp. A process that finds another machine's `lock` takes it
 over if the timestamp does not change for `STALE_S` seconds.
 
-A suspended old holder may wake up later, and must then not write to the folder (fencing). Files are written
-under temporary names with the holder's token, and a holder reads `lock` again before it renames a file. A new holder
-first writes its name into `lock`, then renames or deletes temporary files, so an old holder suspended between reading
-and renaming finds no file to rename. A holder also reads `lock` before it deletes a file; if it is suspended in
-between, it deletes only this one file.
+A suspended old holder may wake up later, and must then not write to the folder (fencing). Files are written under
+temporary names with the holder's token, and a holder reads `lock` again before it renames a file. A new holder first
+writes its name into `lock`, then renames or deletes temporary files, so an old holder suspended between reading and
+renaming finds no file to rename. A holder also reads `lock` before it deletes a file; if it is suspended between
+reading and deleting, it deletes only this one file.
 """
 
 import fcntl
@@ -200,5 +200,5 @@ def _read(path: Path) -> Holder:
 
 
 def _machine(folder: Path) -> str:
-    """Returns an identifier of this machine, its last boot and the folder's file system."""
+    """Returns a string that identifies this machine's current boot and the folder's file system."""
     return f"{boot_of_kernel()}:{folder.stat().st_dev}"

@@ -1,6 +1,6 @@
 """Reads and writes the manifest, which lists a run's checkpoints; evicts old checkpoints and updates links.
 
-This module also reads the other JSON files of a run directory. All these files are replaced atomically.
+This module also reads the other JSON files of a run directory.
 """
 
 import itertools
@@ -52,8 +52,8 @@ def read_json(
 ) -> dict[str, Any]:
     """Reads a JSON object from a file; {} if the file is missing or damaged. say: prints messages about damage.
 
-    most: size limit in bytes. schema_error: returns the first error of a content that is not empty, or None. Raises
-    DiskError if an existing file cannot be read.
+    most: size limit in bytes. schema_error: returns the first error of a nonempty object, or None. Raises DiskError if
+    an existing file cannot be read.
     """
     try:
         content = json.loads(read_whole(path, most))
@@ -86,10 +86,7 @@ def read_state(folder: Path) -> State | None:
 
 
 def read_config(folder: Path, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Reads a run directory's config.json; {} if the file is missing or invalid.
-
-    say: prints messages about damage.
-    """
+    """Reads a run directory's config.json; {} if the file is missing or invalid."""
     return read_json(folder / CONFIG, say, schema_error=schema_error_of_config)
 
 
@@ -146,7 +143,7 @@ def _one_entry_a_file(name: str, content: Mapping[str, Any]) -> None:
 def read_manifest(path: Path, say: Callable[[str], None] = lambda line: None) -> list[Entry]:
     """Returns the entries of a manifest, oldest first; [] if the file is missing or invalid.
 
-    say: prints messages about damage. Raises DiskError.
+    Raises DiskError.
     """
     content = read_json(path, say, MOST_WHOLE, schema_error_of_manifest)
     return [Entry(**entry) for entry in content.get("checkpoints", ())]

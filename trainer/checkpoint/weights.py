@@ -20,7 +20,7 @@ from trainer.loading.order import Position
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """Loaded checkpoint of a run. label: plural noun for the weights in messages. folder: the checkpoint's folder.
+    """Loaded checkpoint of a run. label: plural noun for the weights in messages.
 
     comes_with_task: whether these are pretrained weights of the task; other flags and data may be used with them.
     remarks: sentences for the user about the choice of weights.

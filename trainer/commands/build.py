@@ -175,7 +175,7 @@ def build_task(flags: Flags) -> Task:
 
 
 def _new_task(flags: Flags) -> Task:
-    """Creates the task. Raises UserError for a constructor with other parameters or a field that its `Config` lacks."""
+    """Creates the task. Raises UserError if `__init__` rejects the arguments or reads a field that `Config` lacks."""
     assert flags.task_type is not None
     arguments = flags.task, flags.run.seed, flags.run.cache_dir
     check_constructor(flags.task_type, arguments)
@@ -349,8 +349,8 @@ def prepare_training(
 ) -> float:
     """Wraps the model for the run's devices and builds the optimizers, for each phase.
 
-    All processes must call it with identical weights. orders: sample order of each phase. Returns the CPU time in
-    seconds of a trial forward (maximum over phases). Raises UserError if a method of the task gives an invalid result.
+    All processes must call this function with identical weights. orders: sample order of each phase. Returns the CPU
+    time in seconds of a trial forward pass (maximum over phases). Raises UserError for invalid results of the task.
     """
     check_same_parameters(learner.objective, strategy.group, told(flags.run.task))
     with strategy.unsharded(learner.objective):
@@ -395,8 +395,8 @@ def assemble_run(
 ) -> Run:
     """Assembles a run with newly initialised weights and no log; writes no files.
 
-    directory: run directory, if the run trains. before: facts in the checkpoint to resume, or in the config.json of an
-    attempt without a checkpoint. is_new: whether to call `Task.initialise`. loading: result of `start_loading`.
+    directory: run directory, if the run trains. before: facts in the checkpoint to resume, or in the config.json of a
+    start that saved no checkpoint. is_new: whether to call `Task.initialise`. loading: result of `start_loading`.
     """
     workers, loaders = loading or start_loading(flags, task, strategy, trains=False)
     facts = start_facts(flags, task, strategy)
@@ -442,7 +442,7 @@ def assemble_run(
 
 
 def start_facts(flags: Flags, task: Task, strategy: Strategy) -> dict[str, Any]:
-    """Collects a run's flags, data facts and environment for checkpoints. Raises UserError if ranks' data differ."""
+    """Describes a run's flags, data and environment for checkpoints. Raises UserError if ranks' data differ."""
     data_facts, digest = strategy.group.together(lambda: (facts_of_data(task), digest_of_data(task)))
     sizes = {f"data set {name!r}": len(dataset) for name, dataset in task.splits().items()}
     sizes |= {f"training data of phase {phase!r}": len(task.training_data(phase)) for phase in task.phases}
@@ -515,7 +515,7 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
 
 
 def example_batch(task: Task, phase: int, size: int, for_gpu: bool = False) -> Batch:
-    """Builds and checks a batch of a phase with up to `size` samples, all with weight 0, to try a forward."""
+    """Builds and checks a batch of a phase with up to `size` samples, all with weight 0, to try a forward pass."""
     dataset = task.training_data(task.phases[phase])
     index = np.arange(min(size, len(dataset)))
     keys = SampleKeys(index, epoch=0, phase=phase, placeholder=True, few_lengths=for_gpu)

@@ -163,7 +163,7 @@ def _kept(folder: Path, scored: Mapping[str, Any]) -> str:
 
 
 def check_only(flags: Flags, task: Task, strategy: Strategy) -> None:
-    """Runs `--check-task`: checks in float64 that a new model's loss and metrics do not depend on batch splits."""
+    """Runs `--check-task`: checks in float64 that splitting a batch does not change a new model's loss and metrics."""
     if task.fitted:
         raise UserError("--check-task: the model is fitted and has no loss to check; leave --check-task out")
     exact = replace(flags, precision=replace(flags.precision, dtype="float64", amp="off"))

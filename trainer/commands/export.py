@@ -42,7 +42,7 @@ Answer = Callable[[Exported], Sequence[Tensor]]
 
 @torch.no_grad()
 def export_model(flags: Flags, strategy: Strategy) -> None:
-    """Runs `--export`. Raises UserError before writing if the export fails or outputs differ from the model's."""
+    """Runs `--export`. Raises UserError before writing if the export fails or its outputs differ from the model's."""
     path = flags.exporting.export
     assert path is not None
     run, task = find_trained(flags, say)
@@ -164,7 +164,7 @@ def _refusing_failures(what: str) -> Iterator[None]:
 
 
 def largest_difference(call: Exported, found: Sequence[Tensor]) -> float:
-    """Returns the largest difference relative to an output's largest finite value; inf if shapes or NaNs differ."""
+    """Returns the largest relative difference from `call.expected`; inf for NaN, or unequal shapes or infinities."""
     expected, largest = _tensors(call.expected), 0.0
     if [tensor.shape for tensor in expected] != [tensor.shape for tensor in found]:
         return float("inf")

@@ -85,7 +85,7 @@ def digest_of_data(task: Task) -> str | None:
 
 
 def batches_of(task: Task) -> dict[str, Batch]:
-    """Returns a batch of a few samples, spread over the whole, of each data set by name; leaves out streams."""
+    """Returns, by data set, a batch of a few samples spread over the whole data set; leaves out streams."""
     batches = dict[str, Batch]()
     for name, dataset in task.splits().items():
         if not isinstance(dataset, KeyedStream):
@@ -97,7 +97,7 @@ def batches_of(task: Task) -> dict[str, Batch]:
 
 
 def remarks_on_weights(task: Task) -> list[str]:
-    """Names the data sets that have a field "weight" with other values than 1, unless the task has its own collate."""
+    """Names data sets in which any of a few samples has a weight other than 1, unless the task overrides `collate`."""
     if type(task).collate is not Task.collate:
         return []
     weights = {name: batch["weight"] for name, batch in batches_of(task).items()}
@@ -124,8 +124,7 @@ def facts_of_helpers(helpers: Mapping[str, nn.Module], group: Group) -> dict[str
 def identify_code(task_type: type[Task]) -> dict[str, Any]:
     """Identifies the trainer's commit and the task's file; unknown entries are None.
 
-    commit: commit of the trainer's repository. changed: whether tracked files differ from the commit. task_file,
-    task_sha256: name and digest of the task's file.
+    changed: whether tracked files differ from the commit. task_file, task_sha256: name and digest of the task's file.
     """
     commit, changed = read_git(Path(__file__).resolve().parent)
     file = source_file(task_type)

@@ -23,7 +23,7 @@ from trainer.task import Task
 class FromRun:
     """Flags that differ from their defaults in the run that a command resumes or uses.
 
-    path: the run's folder or checkpoint. values: pairs of flag and value.
+    path: the run's folder or checkpoint.
     """
 
     path: Path = Path()
@@ -41,7 +41,7 @@ class FromRun:
 
 @dataclass
 class Flags(TrainerFlags):
-    """All flags of a command line: the trainer's groups, and the task's own flags."""
+    """The trainer's groups of flags, and the task's own flags."""
 
     task: Any
     task_type: type[Task] | None

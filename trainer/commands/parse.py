@@ -105,7 +105,7 @@ def examples_of(task_name: str, task_type: type[Task] | None, several_devices: b
 
 
 def _flags_of_others(argv: Sequence[str], group_types: Sequence[type], task_name: str) -> dict[str, str]:
-    """Returns messages by flag, for flags that are retired or belong to multi-device programs or other workloads.
+    """Returns messages by flag, for flags that are retired or belong to main_multi_gpu.py or other workloads.
 
     Imports other workloads only if the command line has an unknown flag.
     """
@@ -173,7 +173,7 @@ def _take_from_run(
 
 
 def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[type]) -> dict[str, Any]:
-    """Returns a task's defaults for the trainer's flags, by field. Raises UserError for an error in the class."""
+    """Returns a task's defaults for the trainer's flags, by field. Raises UserError for errors in the task's class."""
     name = task_type.__name__
     if not dataclasses.is_dataclass(task_type.Config):
         raise UserError(f"--task {task_name}: {name}.Config must be a dataclass of its flags")

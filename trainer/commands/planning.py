@@ -28,7 +28,7 @@ def arrange_batches(
 ) -> tuple[tuple[BatchSplit, ...], float]:
     """Splits each phase's global batch into micro-batches; also returns the learning rate factor of `--scale-lr`.
 
-    sizes: samples per device per forward, by phase. before: facts of the run to resume; if the batch flags are
+    sizes: samples per device per forward pass, by phase. before: facts of the run to resume; if the batch flags are
     unchanged, its global batch sizes and factor are kept. Raises UserError for batches that `--parts` cannot split.
     """
     batch, devices = flags.batch, (strategy.num_devices, strategy.group.world_size, strategy.num_parts)
@@ -113,7 +113,7 @@ def build_learning_rate(flags: Flags, task: Task, plan: Plan, factor: float) -> 
 
 
 def build_warmup(flags: Flags, plan: Plan) -> float:
-    """Returns the warm-up's length in the schedule's unit, epochs or steps. Raises UserError if the run is shorter."""
+    """Returns the warm-up length in the schedule's unit, epochs or steps. Raises UserError if it exceeds the run's."""
     epochs, num_steps = flags.learning.warmup_epochs, flags.learning.warmup_steps
     per_epoch: float = plan.steps_per_epoch
     if epochs is None and num_steps is None:

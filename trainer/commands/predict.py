@@ -115,7 +115,7 @@ def _print_table(table: Table, bar: "tqdm[Any]") -> None:
 
 
 def write_sample(task: Task, path: Path) -> None:
-    """Runs `--sample`: writes an example file for `--predict`. Raises UserError if there is none or `path` exists."""
+    """Runs `--sample`: writes an example for `--predict`. Raises UserError if the task has none or `path` exists."""
     content = task.sample()
     if content is None or path.exists():
         problem = f"the task {type(task).__name__} has no sample" if content is None else "already exists; name another"
@@ -128,7 +128,7 @@ def write_sample(task: Task, path: Path) -> None:
 
 
 def write_output(path: Path, content: str | bytes, flag: str = "--output") -> None:
-    """Writes the file named by a flag atomically. Raises UserError on disk errors."""
+    """Atomically writes the file that a flag names. Raises UserError on disk errors."""
     path = path.resolve()  # replaces the target of a symbolic link, not the link
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     with (

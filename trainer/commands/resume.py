@@ -90,8 +90,8 @@ def take_best_beside(
 ) -> tuple[float | None, bool, bool]:
     """Copies best.pth from the folder of `source` (`--resume-from`) to `directory`, unless `source` itself is the best.
 
-    Returns the monitored metric of `source`, whether this value was the best so far, and False if the best checkpoint
-    is missing, otherwise True.
+    Returns the monitored metric of `source`, whether this value was the best so far, and whether the best checkpoint,
+    if any, is available.
     """
     state = read_checkpoint(source, f"--resume-from {source}")
     value, is_best = state["value"], state["is_best"]
@@ -153,7 +153,7 @@ class Changes:
         return f"undo the change to {', '.join(own)}" if own else otherwise
 
     def refuse_another_run(self) -> None:
-        """Raises UserError if the task, its phases or data facts, or `--optimizer` differ from the checkpoint."""
+        """Raises UserError if task, number of phases, `describe_data` or `--optimizer` differ from the checkpoint's."""
         task, optimizer, num_phases = self.now["task"], self.now["config"]["--optimizer"], len(self._task.phases)
         if not is_same_task(self.then["task"], task):
             raise UserError(
@@ -191,7 +191,7 @@ class Changes:
     def refuse_other_data(self, source: str, to_train: bool = False) -> None:
         """Raises UserError if the result of `Task.describe_data` differs from the one in the checkpoint.
 
-        source: noun for the weights in messages. to_train: whether to also compare facts that the checkpoint lacks.
+        source: noun for the weights in messages. to_train: whether facts that the checkpoint lacks also count.
         """
         then, now = self.then.get("data_facts", {}), self.now["data_facts"]
         for name in sorted(then.keys() | now.keys() if to_train else then.keys()):
@@ -208,7 +208,7 @@ class Changes:
 
     @property
     def _global_batches(self) -> list[str]:
-        """The global batch sizes of all phases, of the checkpoint and of the run."""
+        """Two texts: the global batch sizes of all phases in the checkpoint, and those in the run."""
         return [" and ".join(map(str, facts["global_batch_sizes"])) for facts in (self.then, self.now)]
 
     def refuse_other_epochs(self) -> NoReturn:
@@ -240,7 +240,7 @@ class Changes:
         return not drops and self.then["phase_sizes"] != self.now["phase_sizes"]
 
     def keep_initial_weights(self) -> list[str]:
-        """Keeps the record of the files that initialised the run; returns notes on other given files."""
+        """Records the checkpoint's `--init-from` and `--init-from-partial`; returns notes on other given values."""
         before, now, notes = self.then.get("config", {}), self.now["config"], []
         for name in ("--init-from", "--init-from-partial"):
             given, now[name] = now.get(name), before.get(name)
@@ -317,7 +317,7 @@ class Changes:
 
 
 def _difference(then: Any, now: Any) -> str:
-    """Describes how two values differ; of long lists and of lines, shows only entries that one of them lacks."""
+    """Describes how two values differ; of long lists and texts, shows only items or lines that one of them lacks."""
     before, after = _entries(then), _entries(now)
     more, fewer = ([name for name in one if name not in other] for one, other in ((after, before), (before, after)))
     if len(shown(now)) <= _SHOWN_WIDTH or not (more or fewer):

@@ -41,7 +41,7 @@ def restore_weights(
 ) -> None:
     """Loads all weights of a model. All processes must call this function.
 
-    source: noun for the weights in messages. hint: advice in the UserError that is raised if weights do not fit.
+    source: noun for the weights in messages. hint: advice in the UserError if weights do not fit.
     """
     comparison = compare(model, weights)
     differences = comparison.differences
@@ -172,7 +172,7 @@ def find_run(
 def find_record(asked: Mapping[str, Any]) -> ConfigFile | None:
     """Returns the flags in the checkpoint of the run to resume or use; None without such a checkpoint.
 
-    asked: values of the trainer's given flags, by field; without "save_dir" no run directory is read.
+    asked: given values of the trainer's flags, by field; without "save_dir" no run directory is read.
     """
     file, folder = asked.get("resume_from"), asked.get("save_dir")
     is_used = any(asked.get(field) for field in ("eval_only", "predict", "export"))
@@ -209,7 +209,7 @@ def recorded_task(run: TrainedRun, task_type: type[Task], cache_dir: Path, overr
 
 
 def find_trained(flags: Flags, say: Callable[[str], None]) -> tuple[TrainedRun, Task]:
-    """Returns the weights for `--predict` or `--export`, and their task. say: prints messages about damage."""
+    """Returns the weights for `--predict` or `--export`, and their task."""
     assert flags.task_type is not None
     shipped = flags.task_type(flags.task, flags.run.seed, flags.run.cache_dir).shipped_weights()
     run = find_run(flags, {"--resume-from": flags.checkpoint.resume_from}, shipped, say)
@@ -272,7 +272,7 @@ def trained_model(folder: Path, task_type: type[Task] | None) -> nn.Module:
 
 
 def model_of(run: TrainedRun, task_type: type[Task]) -> nn.Module:
-    """Builds a run's model with its weights, in eval mode on the CPU. task_type: the task's class. Raises UserError."""
+    """Builds a run's model with its weights, in eval mode on the CPU. Raises UserError."""
     config = run.state["config"]
     task = recorded_task(run, task_type, group_from_values(RunFlags, config).cache_dir)
     dtype = getattr(torch, group_from_values(PrecisionFlags, config).dtype)

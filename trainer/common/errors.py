@@ -12,7 +12,7 @@ def printable(text: str) -> str:
 
 
 def shown_line(text: str) -> str:
-    """Makes a line safe to print: escapes control characters, and cuts lines above MOST_OF_LINE characters."""
+    """Makes a line safe to print: escapes control characters, and cuts lines longer than MOST_OF_LINE characters."""
     for _ in range(2):  # escaping may make the line several times longer
         if len(text) > MOST_OF_LINE:
             text = f"{text[: MOST_OF_LINE // 2]} ... {text[-MOST_OF_LINE // 3 :]}"

@@ -182,7 +182,7 @@ def written_as_a_whole(
 ) -> Iterator[IO[Any]]:
     """Opens `temporary` for writing, and renames it to `path` once it is on disk; `path` is unchanged after an error.
 
-    temporary: a path in the same folder. binary: False for UTF-8 text. rename: renames the file. Raises OSError.
+    temporary: a path in the same folder. binary: False for UTF-8 text. Raises OSError.
     """
     try:
         as_text: dict[str, Any] = {} if binary else {"encoding": "utf-8", "newline": ""}
@@ -203,7 +203,7 @@ def stamp(path: Path) -> tuple[str, int, int]:
 
 
 def plain(value: Any, name: str = "it") -> Any:
-    """Converts a value to None, bool, numbers, strings, lists, tuples, and dicts with strings or integers as keys.
+    """Converts a value to None, a bool, number or string, or a list, tuple or dict (keys: str or int) of these.
 
     Arrays and tensors become lists, and sets become sorted lists. name: noun for the value in messages. Raises
     ValueError, with the entry's name, for any other type.

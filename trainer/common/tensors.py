@@ -27,12 +27,12 @@ def empty_like(value: Tensor, device: torch.device) -> Tensor:
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a host tensor to pinned memory if the device is a GPU, so that the host need not wait for its upload."""
+    """Copies a host tensor to pinned memory if the device is a GPU, so that the host need not wait for the upload."""
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Copies nested dicts, lists and tuples with `function` applied to tensors; converts NumPy scalars to Python."""
+    """Copies nested dicts, lists and tuples with `function` applied to tensors; makes NumPy scalars Python scalars."""
     if isinstance(value, Tensor):
         return function(value)
     if type(value) in (dict, OrderedDict, Counter):

@@ -112,7 +112,7 @@ def is_in_backward() -> bool:
 
 
 def after_first_gradients(callback: Callable[[], None]) -> None:
-    """Queues a callback to run at the end of the backward pass, before later callbacks. Fallback: calls it now."""
+    """Queues a callback for the end of the backward pass, before callbacks queued later. Fallback: calls it now."""
     engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
     if hasattr(engine, "queue_callback"):
         engine.queue_callback(callback)
@@ -175,7 +175,7 @@ def set_timeout(group: Any, device: torch.device, limit: timedelta) -> None:
 
 
 def rebuild_buckets(net: Any) -> None:
-    """Rebuilds the gradient buckets of a DistributedDataParallel. Fallback: the next forward rebuilds them."""
+    """Rebuilds the gradient buckets of a DistributedDataParallel. Fallback: the next forward pass rebuilds them."""
     rebuild = getattr(net.reducer, "_rebuild_buckets", None)
     if rebuild is not None:
         rebuild()
@@ -221,7 +221,7 @@ def unsharded(parameter: Any) -> Tensor | None:
 
 
 def pass_through(unit: Any, value: Tensor) -> Tensor:
-    """Runs a fully_shard module's all-gather and reshard without a forward; returns `value`. Fallback: does nothing."""
+    """Runs only the all-gather and reshard of a fully_shard module; returns `value`. Fallback: does nothing."""
     state: Any = unit._get_fsdp_state() if hasattr(unit, "_get_fsdp_state") else None
     if not (hasattr(state, "_pre_forward") and hasattr(state, "_post_forward")):
         return value
@@ -233,7 +233,7 @@ def pass_through(unit: Any, value: Tensor) -> Tensor:
 
 
 def set_up_compiler(most_versions: int) -> type[Exception]:
-    """Imports the compiler, which takes seconds, and sets its recompile limit. Returns its base exception.
+    """Imports the compiler, which takes seconds, and sets its recompile limit. Returns the compiler's base exception.
 
     Falls back to torch's default limit, and to an exception class that the compiler never raises.
     """
@@ -266,7 +266,7 @@ def scan(step: Callable[[Any, Any], tuple[Any, Any]], start: Any, inputs: tuple[
 class WithoutCompiler:
     """Base class of a DistributedDataParallel that does not import the compiler.
 
-    torch's class reads a compiler setting when constructed, and calls the compiler in each forward.
+    torch's class reads a compiler setting when constructed, and calls the compiler in each forward pass.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -101,7 +101,7 @@ def _import_file(path: Path, given: str, comes_first: bool) -> ModuleType:
 
 
 def _module_name(path: Path) -> str:
-    """Returns the name under which Python can import the file; if there is none, a name made of the full path."""
+    """Returns the name under which Python can import the file; if there is none, a name made from the full path."""
     with suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(path.stem)
         if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path:

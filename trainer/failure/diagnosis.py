@@ -37,7 +37,7 @@ def _killed_worker(error: BaseException) -> re.Match[str] | None:
     """Returns the regex match of a killed DataLoader worker's id and signal; None if `error` has another cause.
 
     The connection to a worker breaks shortly before torch notices that the worker died, so this function asks torch
-    repeatedly. Otherwise torch's SIGCHLD handler could raise while the failure is reported.
+    repeatedly. If it did not ask, torch's SIGCHLD handler could raise while the failure is reported.
     """
     told = f"{message(error)} {message(error.__cause__)}"
     is_broken = isinstance(error, ConnectionError | EOFError | FileNotFoundError)
@@ -56,10 +56,9 @@ def _killed_worker(error: BaseException) -> re.Match[str] | None:
 class Diagnosis:
     """Explains the failures of a run with a single process.
 
-    activity: current activity of this process. exit_status: exit status after a failure of a multi-process run.
-    has_checkpoints: whether messages say that the same command resumes the run. prints: whether to print messages,
-    which the exception contains in any case. flags_signals: whether Ctrl-C only sets a flag, so that a
-    KeyboardInterrupt comes from the task's code.
+    exit_status: exit status after a failure of a multi-process run. has_checkpoints: whether messages say that the same
+    command resumes the run. prints: whether to print messages, which the exception contains in any case. flags_signals:
+    whether Ctrl-C only sets a flag, so that a KeyboardInterrupt comes from the task's code.
     """
 
     activity: CurrentActivity

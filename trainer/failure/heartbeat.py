@@ -57,7 +57,7 @@ class CurrentActivity:
             self.on_border(name)
 
     def wait_for_others(self) -> None:
-        """Calls `on_border` with EXCHANGE: from now on the backward pass waits for other ranks."""
+        """Calls `on_border` with EXCHANGE, because from now on the backward pass waits for other ranks."""
         if self.on_border is not None:
             self.on_border(EXCHANGE)
 
@@ -179,7 +179,7 @@ class HeartbeatMonitor:
         return any(not self._store.check([f"closed {rank}"]) for rank in gone)
 
     def _heartbeat_of_next(self) -> bytes:
-        """Returns the next rank's last heartbeat; if that rank has sent none or has ended, a new value in each call."""
+        """Returns the next rank's last heartbeat, or a value that never repeats if that rank sent none or has ended."""
         rank = (self._rank + 1) % self._world_size
         is_there = self._store.check([f"heartbeat {rank}"]) and not self._store.check([f"closed {rank}"])
         return self._store.get(f"heartbeat {rank}") if is_there else str(time.monotonic()).encode()
@@ -214,7 +214,7 @@ class Neighbours:
                 self._descriptors[rank] = os.pidfd_open(process)
 
     def is_gone(self, rank: int) -> bool:
-        """Returns whether the rank's process is known to have exited: an exit releases the process's locks."""
+        """Returns whether the rank's process is known to have exited, and so to have released its locks."""
         return self.await_end(rank, 0.0)
 
     def await_end(self, rank: int, timeout_s: float) -> bool:

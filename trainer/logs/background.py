@@ -40,7 +40,7 @@ class BackgroundLogger(Logger):
     A full queue drops its oldest call. After the logger's first exception no call is forwarded, since the logger's
     state is unknown.
 
-    logger: the user's logger. name: the logger's name in messages.
+    name: the logger's name in messages.
     """
 
     def __init__(self, logger: Logger, name: str) -> None:
@@ -133,7 +133,7 @@ class BackgroundLogger(Logger):
 
 
 def end_all(loggers: Sequence[BackgroundLogger], state: str, say: Callable[[str], None]) -> None:
-    """Ends all loggers within END_WITHIN_S in total. state: the run's state, for `Logger.end`. say: prints a line."""
+    """Ends all loggers within END_WITHIN_S in total. state: the run's state, for `Logger.end`."""
     now = time.monotonic()
     for logger in loggers:
         logger.ask_to_end(state)

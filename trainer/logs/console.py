@@ -90,7 +90,7 @@ class Progress(ProgressBar):
 class Table:
     """Table of numbers, printed row by row; the header is printed again before a row with a new column.
 
-    heading: heading of the first column, padded to the column's width. write: prints a line.
+    heading: heading of the first column, padded to the column's width.
     """
 
     def __init__(self, heading: str, write: Callable[[str], None]) -> None:
@@ -112,7 +112,7 @@ class Table:
 class SummaryTable:
     """Table of the scores of several runs, printed row by row as the runs finish.
 
-    headline: metrics to show, named without the split; empty: all metrics. names: names of the runs.
+    headline: metrics to show, named without the split; empty: all metrics.
     """
 
     def __init__(self, headline: Sequence[str], names: Sequence[str]) -> None:

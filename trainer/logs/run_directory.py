@@ -1,4 +1,4 @@
-"""Writes logs in the run directory: train.log, val.log, metrics.jsonl and TensorBoard events."""
+"""Writes a run's logs and TensorBoard events to the run directory."""
 
 import io
 import itertools

@@ -1,4 +1,4 @@
-"""Log of a run, which forwards calls to all loggers: the console, files, TensorBoard and loggers of the user."""
+"""Log of a run, which forwards calls to all loggers."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -75,8 +75,8 @@ class RunLog:
     def start_segment(self, position: Position, epochs: int | None, num_samples: int, consumed: int) -> None:
         """Opens the progress bar of an epoch, at its start and after each report within the epoch.
 
-        epochs: epochs of the run; None if its length is in steps. num_samples: samples of the epoch. consumed: number
-        of samples that this epoch has already trained on.
+        epochs: epochs of the run; None if its length is in steps. num_samples: samples of the epoch. consumed: samples
+        that this epoch has already trained on.
         """
         self._segment_started = time.monotonic()
         self._segment_samples = 0
@@ -105,7 +105,7 @@ class RunLog:
         """Logs a report after an epoch or an evaluation.
 
         metrics: metrics since the last report. position: after an epoch, the start of the next epoch. epochs_done:
-        number of epochs done, including a fraction of the current epoch.
+        includes a fraction of the current epoch.
         """
         speed = {"epoch_seconds": time.monotonic() - self._segment_started}
         if self._segment_samples > 0:  # no samples if the run resumed after the epoch's last step
