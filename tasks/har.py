@@ -69,8 +69,8 @@ class HarFlags(FlagGroup):
     """
 
     data_dir: Path | None = flag(
-        None, "UCI HAR or own recordings; UCI HAR: its folder, the published zip, or a folder that contains one of "
-        "these; own recordings: a CSV file with subject, label and channel columns, or a folder of such files "
+        None, "UCI HAR or your recordings; UCI HAR: its folder, the published zip, or a folder that contains one of "
+        "these; your recordings: a CSV file with subject, label and channel columns, or a folder of such files "
         "(default: generated recordings; no download)", common=True, local=True,
     )  # fmt: skip
     download: bool = flag(
@@ -94,7 +94,7 @@ class HarFlags(FlagGroup):
         "drop longer gaps",
     )  # fmt: skip
     rate: float | None = flag(
-        None, "your recordings: sampling rate in rows per second (default: from the clock column, otherwise 50)",
+        None, "your recordings: sampling rate in rows per second (default: from a time column, otherwise 50)",
         metavar="HZ", above=0,
     )  # fmt: skip
     window: int | None = flag(None, "your recordings: rows per window (default: 128)", metavar="ROWS", at_least=8)
@@ -107,7 +107,7 @@ class HarFlags(FlagGroup):
     )
     num_val_subjects: int | None = flag(
         None, "number of training subjects to hold out for validation; --seed chooses them (default: 4; for your "
-        "your recordings, a fifth of the training subjects, but at most 4)", metavar="N", at_least=1,
+        "recordings, a fifth of the training subjects, but at most 4)", metavar="N", at_least=1,
         excludes=("refit", "val_subjects"),
     )  # fmt: skip
     val_subjects: tuple[str, ...] | None = flag(

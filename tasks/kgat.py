@@ -67,8 +67,8 @@ class KgatFlags(FlagGroup):
     )  # fmt: skip
     time_column: str | None = flag(
         None, "tables: name or number (from 1) of the column with times, as numbers or dates, by which the latest "
-        "fifth of each user's items becomes the test; 'none': a random fifth (default: detected by common column "
-        "names)", metavar="COLUMN",
+        "fifth of each user's items becomes the test set; 'none': a random fifth (default: detected by common "
+        "column names)", metavar="COLUMN",
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME", needs={"data_dir": None})
     on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD)

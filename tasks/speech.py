@@ -108,8 +108,8 @@ class SpeechFlags(FlagGroup):
         None, "file of output symbols, one character or word per line (default: the symbols of the transcripts)"
     )
     batch_by: Literal["utterances", "seconds"] = flag(
-        "utterances", "quantity that is similar in all optimizer steps; utterances: the number of utterances; seconds: "
-        "the duration of audio",
+        "utterances", "quantity to keep similar in all optimizer steps; utterances: their number; seconds: the "
+        "duration of audio",
     )  # fmt: skip
     num_mels: int | None = flag(
         None, "number of mel bands of the log-mel spectrogram (default: plmu 40, lmu 80)", at_least=1
@@ -287,7 +287,7 @@ class SpeechTask(Task):
         config: SpeechFlags = self.config
         own = {"val", "test"}.intersection(self.corpus.splits) if config.split == "utterance" else ()
         if given := given_flags(config, sorted(f"{part}_share" for part in own)):
-            raise UserError(f"{' and '.join(given)}: has no effect, because the data define this set; leave it out")
+            raise UserError(f"{' and '.join(given)}: must be left out, because the data define their own split")
         parts = hold_out(
             self.corpus,
             split=config.split,

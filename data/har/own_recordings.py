@@ -161,7 +161,7 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
         raise UserError(_why_no_window(cut, wanted, where, columns.label))
     people, several = _spelt(set(cut.subjects), cut.spellings[0])
     activities, several_labels = _spelt(set(cut.labels), cut.spellings[1])
-    _refuse_other_rates({people[key]: rate_hz for key, rate_hz in cut.rates_of_people().items()}, cut.rate_hz, where)
+    _refuse_other_rates({people[key]: rate_hz for key, rate_hz in cut.rates_of_people().items()}, cut, where)
     names, classes = in_order(people.values()), in_order(activities.values())
     _refuse_names(names, classes, where)
     if not wanted.channels:
@@ -206,18 +206,19 @@ def _spelt(keys: Iterable[str], spellings: Counter[str]) -> tuple[dict[str, str]
     return names, [" and ".join(texts) for texts in several.values()]
 
 
-def _refuse_other_rates(people: Mapping[str, float], usual_hz: float | None, where: str) -> None:
+def _refuse_other_rates(people: Mapping[str, float], cut: Cut, where: str) -> None:
     """Raises UserError if people were recorded at different rates. people: maps names to rows per second."""
     others = defaultdict(list)
+    usual_hz = cut.rate_hz
     for name, rate_hz in people.items():
         if usual_hz is not None and not is_same_rate(rate_hz, usual_hz):
             others[f"{rate_hz:.4g}"].append(name)
     if others:
         told = "; ".join(f"{shown(in_order(names))}: {rate} rows per second" for rate, names in others.items())
         raise UserError(
-            f"{where}: the clock shows different rates for some people ({told}; all other people: {usual_hz:.4g}), "
-            "but all windows must have the same duration; resample to one rate, remove these people, or remove the "
-            "clock column if it is wrong"
+            f"{where}: the clock ({', '.join(cut.moments)}) shows different rates for some people ({told}; all other "
+            f"people: {usual_hz:.4g}), but all windows must have the same duration; resample to one rate, remove these "
+            "people, or remove the clock column if it is wrong"
         )
 
 
@@ -422,5 +423,6 @@ def _refuse_names(subjects: Sequence[str], classes: Sequence[str], where: str) -
             )
     if len(classes) < 2:
         raise UserError(
-            f"{where}: has only windows of {shown(classes)}; give at least two classes, each longer than --window"
+            f"{where}: has only windows of {shown(classes)}; give two classes or more, each with recordings of at "
+            "least --window rows"
         )

@@ -509,7 +509,7 @@ def test_mistakes_are_shown_together(refused, tmp_path):
     [
         (["--split", "speaker", "--val-speakers", "dora"], ["--val-speakers dora: no such speaker", "anna, ben, cleo"]),
         (["--split", "speaker", "--val-speakers", *SPEAKERS], ["--split speaker: ", "none are left for training"]),
-        (["--test-share", 0.5], ["--test-share 0.5: has no effect, because the data define this set; leave it out"]),
+        (["--test-share", 0.5], ["--test-share 0.5: must be left out, because the data define their own split"]),
         (["--folds", 4], ["--folds 4: must be from 2 to 3, the number of speakers"]),
         (["--num-mels", 200], ["--num-mels 200", "too many"]),
         (["--alphabet", "FILE"], ["--alphabet: '3' in the transcript '3' is not one of the 3 symbols"]),
