@@ -382,7 +382,7 @@ def test_mistakes_are_named(settings, message, tmp_path):
     [
         ((net(), TRAIN), r"fit\(model, train, loss\): pass training data and a loss"),
         (("har", TRAIN), "fit: too many positional arguments after 'har'; pass settings"),
-        ((nn.Linear, TRAIN, nll), r"fit: Linear is a class of models; pass an instance, such as Linear\(...\)"),
+        ((nn.Linear, TRAIN, nll), r"fit: Linear is a class, not a model; pass an instance, such as Linear\(...\)"),
     ],
 )
 def test_what_does_not_belong_together_is_named(arguments, message):

@@ -201,7 +201,7 @@ def load(run_directory: str | Path, task: type[Task] | None = None) -> nn.Module
 def _task_of(task: Any, script: Sequence[Any], settings: dict[str, Any]) -> type[Task]:
     """Returns the task class for the first argument of `fit`; removes from `settings` what is not a flag."""
     if isinstance(task, type) and issubclass(task, nn.Module):
-        raise UserError(f"fit: {task.__name__} is a class of models; pass an instance, such as {task.__name__}(...)")
+        raise UserError(f"fit: {task.__name__} is a class, not a model; pass an instance, such as {task.__name__}(...)")
     if isinstance(task, nn.Module):
         if len(script) != 2:
             raise UserError("fit(model, train, loss): pass training data and a loss function after the model")
@@ -315,7 +315,7 @@ def _ended(status: int, form: str, run: SavedRun) -> Fitted:
     if status == 128 + signal.SIGINT and not was_stopped:
         raise KeyboardInterrupt
     if status != 0 and not was_stopped:
-        raise Failure(f"the processes that {form} started ended with status {status}", status)
+        raise Failure(f"{form}: its processes ended with status {status}; see their messages", status)
     if was_stopped and status != 128 + signal.SIGINT:
         sys.exit(status)
     return Fitted(_metrics_at_end(run), run)

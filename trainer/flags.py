@@ -214,7 +214,7 @@ class LearningFlags(FlagGroup):
         if self.min_lr > self.lr:
             found.append(f"--min-lr {self.min_lr}: must not be above --lr {self.lr}")
         if self.min_lr > 0 and self.schedule == "constant":
-            found.append(f"--min-lr {self.min_lr}: --schedule constant never decays; leave out one of the two flags")
+            found.append(f"--min-lr {self.min_lr}: --schedule constant never reaches it; omit one of the two flags")
         if self.betas is not None and len(self.betas) != 2:
             found.append(f"--betas {shown(self.betas)}: must be two values")
         if self.optimizer == "sgd" and self.nesterov and not self.momentum:

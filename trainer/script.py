@@ -140,7 +140,7 @@ def task_of(model: nn.Module, train: Any, loss: Loss, settings: dict[str, Any]) 
     try:
         own = copy.deepcopy(model).cpu()
     except Exception as error:  # a user's module may raise anything
-        raise UserError(f"fit: the model cannot be copied ({type(error).__name__}: {error}); pass a new one") from None
+        raise UserError(f"fit: cannot copy the model ({type(error).__name__}: {error}); pass a new model") from None
     function = loss.func if isinstance(loss, partial) else loss
     settings["loss"] = _identity(function)
     job = Job(own, loss, sources, names, collate, _builder(optimizer, settings), remarks)

@@ -23,7 +23,7 @@ WRONG_COMMAND_LINES = [
     ("--epochs 2 --warmup-steps 7", ["--warmup-steps 7: exceeds the 6 steps of the run"]),
     ("--warmup-epochs 1 --warmup-steps 1", ["--warmup-epochs 1.0 and --warmup-steps 1: exclude each other"]),
     ("--min-lr 1", ["--min-lr 1.0: must not be above --lr 0.01"]),
-    ("--min-lr 0.001 --schedule constant", ["--min-lr 0.001: --schedule constant never decays"]),
+    ("--min-lr 0.001 --schedule constant", ["--min-lr 0.001: --schedule constant never reaches it"]),
     (
         "--momentum 0 --nesterov",
         [

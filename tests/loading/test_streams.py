@@ -90,7 +90,7 @@ def changing():
     [
         (short, {}, "from_stream(short): the stream ended after 20 samples, within epoch 1 of 23 samples; lower"),
         (lambda: short(0), {}, "samples; lower samples_per_epoch, or let make_iterator take the epoch"),
-        (lambda: 5, {}, "from_stream(<lambda>) returned int, which is no iterable; return an iterator"),
+        (lambda: 5, {}, "from_stream(<lambda>) returned int, not an iterable; return an iterator"),
         (changing, {"names": "x"}, "from_stream(changing): its items cannot be stacked into a batch"),
         (changing, {}, "from_stream(changing, names=None): its items have 1 value(s)"),
         ([1, 2], {}, "from_stream(list): needs a function that starts the stream"),

@@ -105,7 +105,7 @@ BEFORE_TRAINING = {
     "turns": (broken(turns=(1, 2)), "Broken.turns (1, 2): must be empty, or a number"),
     "monitor": (broken(monitor="val/loss"), "Broken.monitor val/loss: must be a metric and 'max' or 'min'"),
     "mode": (broken(monitor=("val/loss", "least")), "Broken.monitor ('val/loss', 'least'): must be"),
-    "no train": (with_splits(lambda splits: {"test": splits["test"]}), "splits: returns test, but must return 'train'"),
+    "no train": (with_splits(lambda splits: {"test": splits["test"]}), "returns test, but must include 'train'"),
     "no mapping": (with_splits(lambda splits: [*splits.values()]), "Broken.splits: must return a mapping"),
     "an unknown set": (
         with_splits(lambda splits: {**splits, "validation": splits["val"]}),

@@ -218,7 +218,7 @@ def test_what_several_processes_cannot_do_is_refused(name, world):
     ("task", "more", "message"),
     [
         ("Joint", ["--parts", 4], "--parts 4: SimClr.joint_loss couples samples of different parts"),
-        ("Joint", ["--compile"], "--compile: SimClr.joint_loss runs each forward pass twice"),
+        ("Joint", ["--compile"], "--compile: SimClr.joint_loss repeats each forward pass"),
         ("Gathers", ["--parts", 4], "--parts 4: trainer.gather couples samples of different parts"),
         (
             "Gathers",

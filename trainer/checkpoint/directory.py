@@ -260,9 +260,9 @@ class RunDirectory:
             finally:  # eviction frees disk space, which the next update of links may need
                 self.entries = evict(self.path, self.entries, self._retention, self._reader.is_intact, self.writer)
         except OSError as error:
-            # if the disk is full, the next save or start updates the links
-            if error.errno not in DISK_FULL:
-                raise DiskError(f"--save-dir {self.path}: cannot delete old files: {error.strerror}") from None
+            if error.errno not in DISK_FULL:  # if the disk is full, the next save or start updates the links
+                what = f"--save-dir {self.path}: cannot delete old files: {error.strerror}"
+                raise DiskError(f"{what}; check the file system and run the same command again") from None
 
 
 def _size(num_bytes: int) -> str:

@@ -165,7 +165,7 @@ class KeyedStream(KeyedItems):
         seed_draws(*random_bits(self.seed, epoch, np.array([-1]), 3)[0].tolist())
         source: Any = self.make_iterator(epoch) if self._by_epoch else self.make_iterator()
         if not hasattr(source, "__iter__"):
-            raise UserError(f"{self.source} returned {type(source).__name__}, which is no iterable; return an iterator")
+            raise UserError(f"{self.source} returned {type(source).__name__}, not an iterable; return an iterator")
         if place.state is not None:
             # The object is copied, since `make_iterator` may return it again for later epochs, and these must not start
             # at this state. The object's dictionary is copied too, because `copy.copy` may share it.

@@ -86,7 +86,7 @@ def check_task(task: Task) -> None:
     if not isinstance(splits, Mapping):
         raise UserError(f"{name}.splits: must return a mapping from names to data sets, not a {type(splits).__name__}")
     if "train" not in splits:
-        raise UserError(f"{name}.splits: returns {', '.join(map(str, splits)) or 'nothing'}, but must return 'train'")
+        raise UserError(f"{name}.splits: returns {', '.join(map(str, splits)) or 'nothing'}, but must include 'train'")
     for split in splits:
         if not (isinstance(split, str) and re.fullmatch("train|test|val(/[^/]+)?", split)):
             raise UserError(
@@ -135,7 +135,7 @@ def check_blocks(task: Task, model: nn.Module) -> None:
             raise UserError(f"{name}: returns a {kind} that is not a submodule of the model; return submodules")
         parts: set[nn.Module | Tensor] = {*block.modules(), *block.parameters()}
         if parts & seen:
-            raise UserError(f"{name}: returns a {kind} that shares modules or parameters with another block")
+            raise UserError(f"{name}: returns a {kind} that shares modules or parameters with another block; omit one")
         seen |= parts
 
 

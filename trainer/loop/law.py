@@ -215,7 +215,7 @@ def _require_same_shapes(where: str, whole: Sums, part: Sums, num_samples: int) 
         if part[name].shape != value.shape:
             raise UserError(
                 f"{where}: returns {name!r} of shape {tuple(value.shape)} for {num_samples} samples and "
-                f"{tuple(part[name].shape)} for half of them, but a sum over samples has no sample dimension"
+                f"{tuple(part[name].shape)} for half of them; sum it over the samples"
             )
 
 

@@ -241,10 +241,10 @@ def joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     for name in parts[0]:
         kinds = {(tuple(part[name].shape[1:]), part[name].dtype) for part in parts}
         if len(kinds) > 1:
-            (one, _), (other, _) = sorted(kinds, key=str)[:2]
+            (one, its), (other, theirs) = sorted(kinds, key=str)[:2]
             raise UserError(
-                f"PerSample {name!r}: the objective returned rows of shape {one} and of {other}, or of two types; all "
-                "rows must have the same shape and type; pad them to a fixed length"
+                f"PerSample {name!r}: the objective returned rows of shape {one} ({its}) and of {other} ({theirs}); "
+                "all rows must have the same shape and type; pad or convert them"
             )
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
