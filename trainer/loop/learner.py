@@ -1,4 +1,4 @@
-"""Runs forward and backward passes and updates of a model; holds all state that an optimizer step reads or changes."""
+"""Holds all state that an optimizer step reads or changes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -64,7 +64,7 @@ class Learner:
     def enter(self, phase: str) -> nn.Module:
         """Switches to a phase and returns its net; only the phase's parameters then require gradients.
 
-        If all parameters required gradients, a phase's backward would also add to other phases' gradients.
+        If all parameters required gradients, a backward pass would also add to other phases' gradients.
         """
         if phase != self._phase:
             for parameter in self.params.get(self._phase, ()):
@@ -79,7 +79,7 @@ class Learner:
             net.train()
 
     def launching(self) -> AbstractContextManager[None]:
-        """Returns the context for training; if CUDA graphs are captured, it selects their GPU stream."""
+        """Returns the context manager to train in; with CUDA graphs, it selects the GPU stream of their captures."""
         return nullcontext()
 
     def release(self) -> bool:
@@ -89,7 +89,7 @@ class Learner:
     def accumulate_window(
         self, strategy: Strategy, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]
     ) -> Sums:
-        """Accumulates the gradient of loss * factor over a step's micro-batches; returns the sums over their samples.
+        """Accumulates the gradient of loss * factor over a step's micro-batches; returns the objective's sums.
 
         key: four numbers that seed dropout, together with the micro-batch's index.
         """
@@ -108,9 +108,9 @@ class Learner:
     def accumulate(
         self, strategy: Strategy, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool
     ) -> Sums:
-        """Accumulates the gradient of a micro-batch's loss * factor; returns its sums with their autograd graph.
+        """Accumulates the gradient of a micro-batch's loss * factor; returns sums that carry an autograd graph.
 
-        is_first, is_last: whether the micro-batch is the step's first or last one.
+        is_first, is_last: whether the micro-batch is the step's first or last.
         """
         net, activity = self.enter(phase), strategy.group.activity
         batch, _, num_samples = micro_batch
@@ -146,7 +146,7 @@ class Learner:
         return self.apply_gradients(phase, global_norm)
 
     def apply_gradients(self, phase: str, global_norm: Callable[[Tensor], Tensor]) -> StepOutcome:
-        """Clips gradients, steps the optimizers at their current learning rates, and updates buffers and averages."""
+        """Clips gradients, steps optimizers at current learning rates, and updates buffers and weight averages."""
         params = self.params[phase]
         outcome = self.precision.step(self.optimizers[phase], params, self.max_grad_norm, global_norm, self._shards)
         if self.buffers.is_active:

@@ -88,9 +88,9 @@ class Account(NamedTuple):
 class Lockstep(Watch):
     """Compares parameters and persistent buffers of all processes at intervals and before every save.
 
-    every: optimizer steps between comparisons; 0 disables them. On a GPU a fingerprint (hash) is compared some steps
-    later, so that the host need not wait. If fingerprints differ, all processes raise UnfitState, which names the
-    tensors and ranks. If processes have different types of devices, they log a message instead.
+    every: optimizer steps between comparisons; 0 disables them. On a GPU, compares fingerprints (hashes) some steps
+    after it computes them, so that the host need not wait. If fingerprints differ, all processes raise UnfitState,
+    which names the tensors and ranks. If processes have different types of devices, they log a message instead.
     """
 
     def __init__(self, objective: nn.Module, strategy: Strategy, every: int) -> None:

@@ -1,4 +1,4 @@
-"""Handles out-of-memory errors of the device: retries a step with smaller micro-batches for the same global batch.
+"""Handles out-of-memory errors: retries a step with smaller micro-batches for the same global batch.
 
 Gradients are exact for any split of a global batch, so a smaller micro-batch does not change what the run learns.
 """
@@ -71,14 +71,14 @@ class MemoryLimit:
     def remembered(self, folder: Path, say: Callable[[str], None] = lambda line: None) -> "MemoryLimit":
         """Returns the limit stored in the run directory for the same device and `--batch-size`, or else this limit.
 
-        say: called with a message if the file is damaged.
+        say: called with a message if the stored limit is damaged.
         """
         written = read_json(folder / MEMORY, say, schema_error=partial(first_schema_error, [FORMAT]))
         is_same = all(written.get(name) == getattr(self, name) for name in ("device", "asked_batch_size"))
         return replace(self, batch_size=written.get("batch_size")) if is_same else self
 
     def note(self) -> list[str]:
-        """Returns a list with a message about an earlier start's limit, or [] without a limit."""
+        """Returns [message about the limit], or [] if there is no limit."""
         if self.batch_size is None:
             return []
         return [
@@ -240,7 +240,7 @@ class MemoryGuard:
         return fits
 
     def _forward_and_backward(self, task: Task, plan: Plan, phase: int) -> None:
-        """Runs a phase's forward and backward twice.
+        """Runs a phase's forward and backward pass twice.
 
         Optimizer states occupy memory during both runs, and the gradients of the first run during the second.
         """

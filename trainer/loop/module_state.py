@@ -169,7 +169,7 @@ class State(References):
 
 
 class WholeState(State):
-    """Stores the buffers and attributes of a module and its submodules; `write` also deletes later additions."""
+    """Stores buffers and attributes of a module and its submodules; `write` also deletes those added later."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = [
@@ -205,7 +205,7 @@ class Change(NamedTuple):
     """A buffer or attribute that a forward replaced or changed in place.
 
     path: name within the whole module. before, now: old and new value, or ABSENT. in_place: whether the forward changed
-    the old value in place. is_seen: whether the change can be undone; False if it is inside an object of unknown type.
+    the old value in place. is_seen: whether the change can be undone; False in TorchScript and objects of unknown type.
     """
 
     module: nn.Module
@@ -227,8 +227,8 @@ class Change(NamedTuple):
 def leaving_no_trace(module: nn.Module) -> Iterator[Callable[[], list[Change]]]:
     """Context in which forwards work on copies of a module's buffers and attributes; restores the originals on exit.
 
-    Yields a function that returns the changes so far. Forwards change TorchScript buffers directly; their values are
-    restored on exit.
+    Yields a function that returns all changes that forwards have made so far. Forwards change TorchScript buffers
+    directly; their values are restored on exit.
     """
     scripted = _Scripted(module)
     state = WholeState(module)

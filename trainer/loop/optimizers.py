@@ -1,4 +1,4 @@
-"""Builds optimizers from the flags or with `Task.build_optimizers`, and counts the tensors in their states."""
+"""Builds optimizers, and counts the tensors in their states."""
 
 import inspect
 import math

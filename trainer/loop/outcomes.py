@@ -23,8 +23,8 @@ class StepOutcomes(Watch):
 
     advice: text for error messages, naming flags that can prevent divergence.
 
-    On the CPU, each step is checked immediately. On a GPU, results are copied to the host in groups of `GROUP_SIZE`
-    steps. A group is read when the next group is full, so that all processes handle a result at the same step.
+    On the CPU, each step is checked immediately. On a GPU, this class copies `StepResult.alarm` to the host in groups
+    of `GROUP_SIZE` steps. It reads a group when the next is full, so that all processes handle alarms at the same step.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class StepOutcomes(Watch):
             self._receive(log)
 
     def _receive(self, log: Log) -> None:
-        """Handles the group of results that is being copied, and starts to copy the next group."""
+        """Handles the group of alarms that is being copied, and starts to copy the next group."""
         sent, alarms = self._sent, self._alarms()
         self._sent, self._new = self._new, []
         if self._sent:
@@ -101,7 +101,7 @@ class StepOutcomes(Watch):
         )
 
     def _divergence(self, account: str, in_vain: str = "", is_first: bool = False) -> UnfitState:
-        """Returns the error that ends the run. in_vain: text about skipped steps. is_first: whether step 1 failed."""
+        """Returns the error that ends the run. in_vain: clause about skipped steps. is_first: whether step 1 failed."""
         skip = "" if in_vain else ", or skip such steps with --on-nonfinite skip"
         if is_first:
             return UnfitState(

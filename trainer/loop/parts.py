@@ -29,7 +29,7 @@ Grads = Sequence[Tensor | None]
 
 
 class TreeSum:
-    """Sums a sequence of values in a binary tree: neighbours first, then neighbouring pairs, and so on.
+    """Sums a sequence of values in a binary tree.
 
     waiting: (level in the tree, partial sum) pairs, at most one per level.
     """
@@ -120,8 +120,9 @@ def as_rows(parts: Sequence[Mapping[str, Tensor]]) -> Sums:
 class PartBuffers(Buffers):
     """Updates buffers with `--parts`: the forward of every part starts from the state before the step.
 
-    A step changes running statistics by the mean of the parts' changes, weighted by their numbers of samples. It adds
-    the number of parts with samples to the counters. All other state that forward passes change is taken from part 0.
+    A step changes running statistics by the mean of the parts' changes, weighted by their numbers of samples. To
+    counters such as `num_batches_tracked`, it adds the changes of all parts. All other state that forward passes change
+    is taken from part 0.
     """
 
     def keep(self) -> None:
@@ -130,7 +131,7 @@ class PartBuffers(Buffers):
 
     @contextmanager
     def of_part(self, num_samples: int) -> Iterator[None]:
-        """Context for the forward and backward of a part. num_samples: number of samples in the part, at least 1."""
+        """Context for the forward and backward pass of a part. num_samples: at least 1."""
         is_further = self._num_parts > 0 and self.forward_state.is_active
         self._num_parts += 1
         with self.forward_state.once_more() if is_further else nullcontext():
@@ -158,7 +159,7 @@ class PartBuffers(Buffers):
 
 
 class PartTotals(Totals):
-    """Stores the sums of each part of this process as (parts, ...) tensors; adds the sums of the parts only when read.
+    """Stores the sums of this process's parts as (parts, ...) tensors; `unreduced` and `reduced` add the parts.
 
     own: indices of this process's parts. rows: initial sums, (parts, ...) by name.
     """

@@ -54,7 +54,7 @@ class ShuffledOrder:
 
 
 class StreamOrder(ShuffledOrder):
-    """Sample order of a stream: the order in which the stream yields samples."""
+    """Samples in the order in which a stream yields them."""
 
     def samples(self, epoch: int, start: int, end: int) -> np.ndarray:
         return np.arange(start, end)
@@ -130,7 +130,7 @@ SampleOrder = ShuffledOrder | TaskOrder
 
 
 class PlannedStep(NamedTuple):
-    """Samples and position of one planned optimizer step.
+    """Samples and position of a planned step.
 
     phase: the phase's index. epoch: number of the pass over the phase's data, from 0. start, end: range of the global
     batch within the epoch's samples. after: the run's position after the step. progress: training progress at the
@@ -182,7 +182,7 @@ class Plan:
 
     @cached_property
     def samples_per_epoch(self) -> int:
-        """Samples per epoch, of all phases or, if phases take turns, only of the first phase, which defines epochs."""
+        """Samples per epoch: those of all phases or, if phases take turns, only those of the first phase."""
         return self.phase_sizes[0] if self.turns else sum(self.phase_sizes)
 
     @cached_property
@@ -211,7 +211,7 @@ class Plan:
         return self.eval_every_steps is not None and num_steps % self.eval_every_steps == 0
 
     def logs_after(self, num_steps: int, step: PlannedStep, interval: int) -> bool:
-        """Returns whether to log a step: of each `interval` steps, one or, if phases take turns, one per phase."""
+        """Returns whether to log a step: one every `interval` steps, or one of each phase if phases take turns."""
         is_last_of_turn = step.after.turn == 0
         return num_steps >= interval and num_steps % interval < (sum(self.turns) or 1) and is_last_of_turn
 
@@ -311,7 +311,7 @@ def split_batch(
     """Computes the split of a global batch from the batch flags. num_parts: value of `--parts`, or 0.
 
     If `global_batch_size` is given, uses the fewest accumulation steps with which no device gets more than `batch_size`
-    samples per forward. Gradients are exact even if devices get different numbers of samples.
+    samples per forward.
     """
     if num_parts:
         global_batch_size = global_batch_size or batch_size * num_parts

@@ -40,7 +40,7 @@ class StepOutcome(NamedTuple):
 
 
 class Precision:
-    """Number formats of a run, and the backward and update that depend on them."""
+    """Runs backward passes and optimizer updates in the number formats of a run."""
 
     def __init__(self, amp: str, dtype: torch.dtype, device: torch.device) -> None:
         self.amp = amp
@@ -70,7 +70,7 @@ class Precision:
         run_backward((loss,), (self.start(loss, factor),))
 
     def start(self, loss: Tensor, factor: float | Tensor) -> Tensor:
-        """Returns the initial gradient for the backward of the loss: `factor` times the gradient scale.
+        """Returns the initial gradient for the loss's backward pass: `factor` times the gradient scale.
 
         The initial gradient is NaN if the loss is not finite, so that all processes see NaN after the gradient
         exchange. Raises UserError if the loss does not require a gradient.
@@ -103,8 +103,8 @@ class Precision:
     ) -> StepOutcome:
         """Unscales and clips gradients, steps the optimizers, and clears gradients; a non-finite norm skips the step.
 
-        params: all parameters that the step trains. max_grad_norm: maximum norm of their gradients; 0 disables
-        clipping. global_norm: combines the norms of all shards. shards: returns this process's shards of gradients.
+        params: parameters that the step trains. max_grad_norm: maximum norm of their gradients; 0 disables clipping.
+        global_norm: combines the norms of all shards. shards: returns this process's shards of gradients.
 
         A skipped step sets `alarm`, unless the gradient scaler responded by lowering its scale. Fused optimizers read
         `found_inf` and skip the step on the GPU. With other optimizers or sparse gradients, the host waits for the GPU.
@@ -212,7 +212,7 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def choose_precision(flags: PrecisionFlags, device: torch.device) -> Precision:
-    """Returns the precision that the flags select for a device."""
+    """Returns the precision that flags select."""
     dtype = getattr(torch, flags.dtype)
     automatic = "off" if dtype == torch.float64 else half_precision(device)
     return Precision(automatic if flags.amp == "auto" else flags.amp, dtype, device)

@@ -27,8 +27,8 @@ SLOW_FACTOR = 1.3
 class RankTimes(Watch):
     """Exchanges the times of all ranks every REPORT_EVERY steps, in the background.
 
-    On the CPU, the training thread is timed. On a GPU, times are measured between CUDA events and read many steps
-    later; time in which the GPU waits for data counts as data loading. Evaluations are not timed.
+    On the CPU, the training thread is timed. On a GPU, times between CUDA events are read many steps later; time in
+    which the GPU waits for data counts as data loading. Evaluations are not timed.
     """
 
     def __init__(self, group: Group) -> None:

@@ -31,10 +31,7 @@ class CannotBeRecorded(RuntimeError):
 
 
 class Recorder:
-    """Captures functions as CUDA graphs.
-
-    All graphs share one memory pool, so a replay may overwrite the results of other graphs.
-    """
+    """Captures CUDA graphs, which share one memory pool: a replay may overwrite other graphs' results."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -46,7 +43,7 @@ class Recorder:
         """Captures a call of the function without computing anything; returns the graph and the call's result.
 
         Raises the function's exceptions, and RuntimeError for operations that cannot be captured. After an exception,
-        replays of earlier graphs no longer draw from the device's random number generator.
+        drop earlier graphs: they no longer draw from the device's random number generator.
         """
         graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self._device.index]
         before = generator.clone_state()
@@ -92,8 +89,9 @@ class Recorder:
 def dry_run(function: Callable[[], T]) -> tuple[T, list[Tensor]]:
     """Runs a function; returns its result and the existing tensors that it reads, which must outlive its CUDA graph.
 
-    Raises the function's exceptions. Raises RuntimeError if PyTorch detects that the host waits for a GPU, or if every
-    call leaves behind a new tensor that is not in the result, or copies from pinned memory that it allocates.
+    Raises the function's exceptions, and RuntimeError if PyTorch detects that the host waits for a GPU. Runs the
+    function again if it keeps a new tensor outside the result, or copies from pinned memory that it allocates; raises
+    CannotBeRecorded if the second run does so too.
     """
     result, reads, problem = _rehearse_once(function)
     if problem:  # perhaps of a tensor that only the first call creates
@@ -193,7 +191,7 @@ def _without_collecting() -> Iterator[None]:
 
 
 class Recordings(OrderedDict[Any, R]):
-    """Maps input signatures to graphs, and keeps at most `most` graphs.
+    """Maps input signatures to at most `most` graphs.
 
     left_out: signatures for which no graph is captured, because memory was short or an earlier graph was dropped.
     """
@@ -268,8 +266,8 @@ def difference(
     """Returns the name of a value that differs from the expected value beyond rounding, or None.
 
     replayed: replays the graph and returns the values. The tolerance grows with the difference between replays, which
-    comes from nondeterministic sums. A number computed on the host is constant in a graph, so an outdated number does
-    not widen the tolerance. rounding: maximum tolerance, relative to a tensor's largest absolute value.
+    comes from nondeterministic sums. Numbers from the host are equal in all replays, so they do not widen the tolerance
+    if they are outdated. rounding: maximum tolerance, relative to a tensor's largest absolute value.
     """
     if expected.keys() != found.keys():
         return min(expected.keys() ^ found.keys())

@@ -46,8 +46,8 @@ Mark = Callable[[], bool]
 class AppliedStep:
     """A step that the host has submitted to the device. progress: the run's progress after the step.
 
-    applied: tells whether the device has finished the step. forward: tells whether the device has started the next
-    step. changes: tells whether the device has started to change weights in the next step.
+    applied, forward, changes: tell whether the device has finished the step, has started the next step, and has started
+    to change weights in it.
     """
 
     progress: Progress
@@ -59,8 +59,8 @@ class AppliedStep:
 class LastStep(Watch):
     """Finds the last optimizer step that the device has finished. Any thread may call `find`.
 
-    On a GPU, the host runs ahead, and submitted steps may wait for a collective that never ends. Every step therefore
-    adds marks to the device's queue of work. first: optimizer steps done when training began.
+    On a GPU, the host runs ahead, and submitted steps may wait for a collective that never ends. CUDA events in the
+    GPU's queue therefore show which steps it has finished. first: optimizer steps done when training began.
     """
 
     def __init__(self, queue: DeviceQueue) -> None:

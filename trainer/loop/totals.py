@@ -21,8 +21,8 @@ FOLD_EVERY = 64
 class Totals:
     """Running sums over this process's samples, by name; the sum "weight" is the number of loss terms.
 
-    A sum that a batch or a process lacks counts as zero. `add` stores tensors, and sums them only every `FOLD_EVERY`
-    calls. `add` never waits for the device.
+    A sum that a batch or a process lacks counts as zero. `add` never waits for the device; it stores tensors, and sums
+    them every `FOLD_EVERY` calls.
     """
 
     def __init__(self, sums: Mapping[str, Tensor] | None = None) -> None:
@@ -203,7 +203,7 @@ class PerSampleOutputs:
                 self._land(MOST_IN_FLIGHT // 2)
 
     def _land(self, num: int) -> None:
-        """Moves the `num` oldest copies from pinned to pageable memory, while the GPU still works on newer batches."""
+        """Moves the `num` oldest outputs from pinned to pageable memory, while the GPU still works on newer batches."""
         self._arrived[num - 1].synchronize()
         landing = slice(len(self._parts) - len(self._arrived), len(self._parts) - len(self._arrived) + num)
         self._parts[landing] = [{k: values.clone() for k, values in part.items()} for part in self._parts[landing]]

@@ -63,7 +63,7 @@ def train(run: Run) -> None:
 def train_epoch(run: Run) -> None:
     """Trains to the end of the current epoch or of the run, with one optimizer step per global batch.
 
-    A report of metrics within the epoch happens just before the next step or, if the run stops first, when it resumes.
+    Reports metrics due within the epoch just before the next step; if the run stops first, the resumed run does so.
     """
     progress, plan = run.progress, run.plan
     if progress.position.at_epoch_start:
@@ -94,7 +94,7 @@ def train_epoch(run: Run) -> None:
 
 
 def start_segment(learner: Learner, watches: Sequence[Watch], log: Log, plan: Plan, position: Position) -> None:
-    """Prepares the log, the model and the observers (watches) for training until the next report."""
+    """Prepares the log, the model and the observers for training until the next report."""
     log.start_segment(position, plan.epochs, plan.samples_per_epoch, plan.consumed(position))
     learner.train()
     for watch in watches:
@@ -102,7 +102,7 @@ def start_segment(learner: Learner, watches: Sequence[Watch], log: Log, plan: Pl
 
 
 def end_segment(watches: Sequence[Watch], log: Log) -> None:
-    """Waits for the device and pauses the observers (watches) before a report."""
+    """Waits for the device and pauses the observers before a report."""
     settle(watches, log)
     for watch in watches:
         watch.pause()
@@ -176,7 +176,7 @@ def train_step(
     learning_rate: float,
     watches: Sequence[Watch] = (),
 ) -> StepResult:
-    """Runs one optimizer step over this process's micro-batches; the gradient is exact for any split of the samples.
+    """Runs one optimizer step over this process's micro-batches.
 
     window: micro-batches, each with its number of loss terms, 0 for a placeholder batch. total_weight: number of loss
     terms in the step over all processes, above 0. Each micro-batch's summed loss is divided by total_weight, so
