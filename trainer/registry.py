@@ -37,7 +37,7 @@ def hand_in(tasks: Registry) -> None:
 
 
 def workloads() -> Registry:
-    """Returns the workloads that `hand_in` has set; if it has not been called, as in scripts, the workloads of PACKAGE.
+    """Returns the workloads that `hand_in` has set, or those of PACKAGE if it was not called, as in scripts.
 
     Imports PACKAGE only from the folder that contains the trainer, since a user's package may have the same name.
     """
@@ -51,7 +51,7 @@ def workloads() -> Registry:
 
 
 def default_task() -> str:
-    """Returns the name of the first workload; "" if there are no workloads."""
+    """Returns the name of the first workload, or "" without workloads."""
     return next(iter(workloads()), "")
 
 
@@ -126,7 +126,7 @@ def _defined_task(name: str) -> type[Task] | None:
 def is_same_task(one: str, other: str) -> bool:
     """Returns whether two values of `--task` name the same task; the folders of their files may differ.
 
-    A class from a notebook matches a class of the same name in any file, since it may have been moved to the file.
+    A class from a notebook matches a class of the same name in any file, since a user may have moved it there.
     """
     file, _, class_name = without_folder(one).rpartition(":")
     other_file, _, other_class = without_folder(other).rpartition(":")
@@ -134,12 +134,12 @@ def is_same_task(one: str, other: str) -> bool:
 
 
 def without_folder(name: str) -> str:
-    """Returns a value of `--task` without the folder of its file, which may differ between machines."""
+    """Returns a value of `--task` without the folder of its file."""
     file, colon, class_name = name.rpartition(":")
     return f"{Path(file).name}{colon}{class_name}"
 
 
 def told(name: str) -> str:
-    """Returns a value of `--task` for messages: with its flag, or for the class that `fit` made, as a call of `fit`."""
+    """Returns "--task VALUE" for messages, or for a class that `fit` made, "fit, with the loss in FILE"."""
     file, _, class_name = name.rpartition(":")
     return f"fit, with the loss in {file}" if class_name == SCRIPT else f"--task {name}"

@@ -176,7 +176,7 @@ class Objective(SeesConversions):
         """
 
     def call_equally(self) -> None:
-        """Makes the number of model calls equal for all batches. Raises UserError if that is impossible.
+        """Makes the number of model calls equal for all batches.
 
         Called with `--multi-gpu fsdp`, where all processes must make the same number of model calls, since each call
         runs collectives. An objective that splits batches must stop splitting them, or raise UserError.

@@ -1,4 +1,4 @@
-"""Trains in one process on several GPUs with `nn.DataParallel` (`--multi-gpu dp`)."""
+"""Strategy for `--multi-gpu dp`: `nn.DataParallel`."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""Base class of strategies with one process per device, and the strategy for `--multi-gpu ddp`."""
+"""Strategy for `--multi-gpu ddp`, and its base class."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -30,10 +30,7 @@ OVERLAP_BYTES = 4 * 2**20
 
 
 class OverlappingExchange(WithoutCompiler, nn.parallel.DistributedDataParallel):
-    """DistributedDataParallel that calls `before_exchange` when a step's last backward starts to wait for other ranks.
-
-    Does not import PyTorch's compiler, because the import is slow.
-    """
+    """DistributedDataParallel that calls `before_exchange` when a step's last backward pass waits for other ranks."""
 
     before_exchange: Callable[[], None]
 
@@ -74,7 +71,7 @@ class Distributed(Strategy):
                 tensor.copy_(whole)
 
     def _refuse_others(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises UserError on all ranks if tensors differ between ranks in name, shape or dtype, which crashes gloo."""
+        """Raises UserError on all ranks if tensors differ between ranks in name, shape or dtype; gloo would crash."""
         own = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
         every = self.group.gather(own)
         for rank, others in enumerate(every):
@@ -123,9 +120,9 @@ class Replicated(Distributed):
     """Strategy that keeps the whole model in every process and sums gradients over processes.
 
     The gradients of a small model are summed after the last backward, in one flat buffer per dtype (`FlatGradients`).
-    For a larger model, DistributedDataParallel averages gradients over processes during the backward. Sparse gradients
-    are always summed after the backward, because during the backward they may share memory with a gradient that is
-    still in use. With `--parts`, all gradients are summed after the last backward, in a binary tree.
+    For a larger model, DistributedDataParallel averages gradients over processes during the backward pass. Sparse
+    gradients are always summed after it, because during the pass they may share memory with a gradient that is in use.
+    With `--parts`, all gradients are summed after the last backward, in a binary tree.
 
     sync_bn: whether batch norms compute statistics over the samples of all processes. finds_unused: whether forwards
     may leave parameters unused; otherwise DistributedDataParallel waits for the gradients of all parameters.

@@ -115,7 +115,7 @@ class DeviceQueue:
         return lambda: True
 
     def fetch(self, value: Tensor) -> Callable[[], Any]:
-        """Starts a copy to the host; returns a function that waits for the copy and returns its `tolist()`."""
+        """Starts a copy to the host; returns a function that waits for it and returns its `tolist()`."""
         return value.tolist
 
     def instant(self) -> Any:
@@ -187,7 +187,7 @@ class CudaQueue(DeviceQueue):
 
 
 def queue_of(device: torch.device) -> DeviceQueue:
-    """Returns the work queue of a device."""
+    """Returns a device's work queue."""
     if device.type == "cuda":
         return CudaQueue(device)
     return DeviceQueue(0 if device.type == "cpu" else GROUP_SIZE)

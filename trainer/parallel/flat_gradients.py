@@ -1,4 +1,4 @@
-"""Sums gradients over processes after the backward: dense gradients in flat buffers, sparse gradients one by one."""
+"""Sums gradients over processes after the backward pass: dense ones in flat buffers, sparse ones singly."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,8 +14,8 @@ NOTHING = -0.0
 class FlatGradients:
     """Gradients of parameters in flat buffers, one buffer per dtype.
 
-    A process may lack some gradients. Each buffer is followed by one count per gradient: how many processes have it.
-    Only a process that lacks a gradient reads the counts, and therefore waits for its device.
+    Each buffer is followed by one count per gradient: how many processes have it. Only a process that lacks a gradient
+    reads the counts, and therefore waits for its device.
 
     params: the same parameters in the same order on all processes. flat: the one-dimensional buffers.
     """
@@ -91,7 +91,7 @@ def sum_sparse(parameter: Tensor, sum_in_place: Callable[[Tensor], None], diviso
 
 
 class _Buffer:
-    """Flat buffer of the gradients of one dtype, followed by one count per gradient."""
+    """Flat buffer of the gradients of one dtype, followed by their counts."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self.params = params

@@ -37,8 +37,8 @@ class Sharded(Distributed):
 
     Collectives use the dtype of the parameters, because mixed precision is left to autocast, as in other strategies.
 
-    shard_size: number of processes that share one copy of the model; must divide the number of processes (the default).
-    reshards: whether to free a block's gathered parameters between its forward and its backward.
+    shard_size: number of processes that share one copy of the model; a divisor of the number of processes, by default
+    that number. reshards: whether to free a block's gathered parameters between its forward and backward pass.
     """
 
     name = "Fully sharded"
@@ -123,7 +123,7 @@ class Sharded(Distributed):
                 setattr(module, name, sent[own])
 
     def build_buckets(self, net: nn.Module) -> None:
-        """Forgets which parameters the trial backward used; a sharded model has no buckets to rebuild."""
+        """Forgets which parameters the trial backward pass before training used; there are no buckets to rebuild."""
         self._left_out.forget()
 
     def _free_after_evaluation(self, objective: nn.Module, *_: object) -> None:

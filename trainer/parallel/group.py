@@ -1,4 +1,4 @@
-"""Interface to the processes of a run and their collectives, and its implementation for a single process."""
+"""Interface to the processes of a run and their collectives."""
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -93,7 +93,7 @@ class Group:
     def sum_in_tree(self, values: Tensor) -> None:
         """Sums a contiguous device tensor over processes in place, in a binary tree.
 
-        Adds tensors of neighbouring ranks, then the sums of pairs, and so on; `world_size` must be a power of two.
+        Adds tensors of neighbouring ranks, then of pairs, and so on; `world_size` must be a power of two.
         """
 
     def barrier(self) -> None:

@@ -53,7 +53,7 @@ class LeftOut:
                 group.post_backward = partial(self._reduce, group, group.post_backward)
 
     def forget(self) -> None:
-        """Forgets which parameters had a gradient in previous backwards."""
+        """Forgets which parameters had a gradient in previous backward passes."""
         self._used.clear()
 
     def agree(self, params: Sequence[Tensor], group: Group) -> None:
@@ -143,9 +143,9 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _needing_gradient(values: Any) -> Any:
-    """Makes one input of a block require a gradient, so that the backward reduces the block's gradients at this input.
+    """Makes one input of a block require a gradient, so that the backward pass reduces the block's gradients there.
 
-    Otherwise PyTorch would reduce the block's gradients at the end of the backward, with the root unit.
+    Otherwise PyTorch would reduce them at the end of the pass, with the root unit.
     """
     return _replaced(values, lambda value: value.detach().requires_grad_()) or values
 

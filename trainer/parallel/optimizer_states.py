@@ -106,7 +106,7 @@ def load_states(
 
 
 def _with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a saved state with current settings, but the saved learning rate and the saved settings in `CHANGED`."""
+    """Returns a saved state with its learning rate and settings named in `CHANGED`; other settings are current."""
     kept = (
         {name: group[name] for name in ("params", "lr", *group.get(CHANGED, ()))} for group in saved["param_groups"]
     )
@@ -115,7 +115,7 @@ def _with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[
 
 
 def _load_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any], dtype: torch.dtype) -> None:
-    """Loads a result of `state_of`. dtype: dtype of the parameters when the state was saved.
+    """Loads a result of `state_of`. dtype: as in `load_states`.
 
     `Optimizer.load_state_dict` loads tensors and numbers, but corrupts other values of a parameter's state: a string
     becomes a generator, and a deque loses its maximum length. This function therefore restores other values itself.
@@ -251,7 +251,8 @@ def _refuse_other_entries(
     """Raises UserError if a saved state does not fit an optimizer.
 
     own: the optimizer's current `state_dict()`. In PyTorch's optimizers, state tensors must have the shape of their
-    parameter, and all parameters of a group must have the same entries; otherwise the first resumed step would fail.
+    parameter, and all parameters of a group must have the same entries; otherwise the first step after a resume would
+    fail.
     """
     advice = "start over with --fresh, or load only the checkpoint's weights with --init-from in another --save-dir"
     missing = [name for name in own if name not in saved]

@@ -1,4 +1,4 @@
-"""Implements `Group` with torch.distributed for several processes with one device each."""
+"""Implements `Group` with torch.distributed."""
 
 import faulthandler
 import os

@@ -92,7 +92,7 @@ class _Gather(torch.autograd.Function):
 def in_global_order(group: Group, own: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Gathers each named tensor's rows for all samples of a step; results carry no autograd graph.
 
-    own: rows of this process's samples, in order; possibly empty. All processes must call this function, and raise
+    own: rows of this process's samples, in order; possibly empty. All processes must call this function. All raise
     UserError if their rows differ in name, shape or dtype. The host waits for other processes, but not for a device.
     """
     if group.world_size == 1:

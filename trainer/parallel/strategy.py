@@ -1,4 +1,4 @@
-"""Interface of strategies that spread a model over devices, and its implementation for a single process."""
+"""Interface of strategies that spread a model over devices."""
 
 import random
 import struct
@@ -33,10 +33,10 @@ class Strategy:
     """Places the model on devices, sums its gradients over them, and assembles its state for checkpoints.
 
     This base class is for a single process, whose devices each hold the whole model. The training loop calls
-    `seed_dropout`, `to_device` and the wrapped module for each micro-batch, runs backwards within `gradient_sync`, and
-    calls `exchange` once after the last backward. Before `exchange`, a gradient covers only this process's samples,
-    unless the backward has already reduced it. After `exchange`, a gradient covers the global batch, and is bitwise
-    equal on every process that has the gradient.
+    `seed_dropout`, `to_device` and the wrapped module for each micro-batch, runs backward passes within
+    `gradient_sync`, and calls `exchange` once after the last pass. Before `exchange`, a gradient covers only this
+    process's samples, unless the backward pass has already reduced it. After `exchange`, a gradient covers the global
+    batch, and is bitwise equal on every process that has the gradient.
 
     group: the processes of the run.
     num_parts: 0, or value of `--parts`: a power of two, at least the number of processes (also a power of two).
@@ -108,7 +108,7 @@ class Strategy:
         """Builds an objective on this process's devices, identical on every process.
 
         build: builds the objective on the CPU, identical on every process. blocks: as in `Task.blocks`. complete: loads
-        weights into the objective. All processes must call this method, and raise UserError if `complete` fails on one.
+        weights into the objective. All processes must call this method. All raise UserError if `complete` fails on one.
         """
         objective = build().to(self.device)
         self.group.together(lambda: complete(objective))
@@ -139,8 +139,8 @@ class Strategy:
     def upload(self, batch: Batch) -> Batch:
         """Starts to copy a batch to the device while the device computes.
 
-        Kernels launched later wait for the copies. Skips entries that the host reads, batches that are too small to
-        matter, and batches so large that an early copy would take memory from the model.
+        Kernels launched later wait for the copies. Skips entries that the host reads, and batches too small to matter
+        or so large that an early copy would take memory from the model.
         """
         device = self.device
         if device.type != "cuda":
@@ -162,12 +162,13 @@ class Strategy:
         return {name: sent.get(name, value) for name, value in batch.items()}
 
     def seed_dropout(self, *key: int, same_everywhere: bool = False) -> None:
-        """Seeds all random number generators with a hash of the key, the rank and the device.
+        """Seeds random number generators with a hash of the key, the rank and the device.
 
-        Python's and NumPy's generators are only seeded if `draws_on_host`, because seeding them is slow.
+        Seeds Python's and NumPy's generators only if `draws_on_host`, because seeding them is slow.
 
         key: five numbers; the last is the index of the micro-batch. With `--parts`, the part's index in the global
-        batch replaces this last number, and the hash omits rank and device. same_everywhere: whether to omit both.
+        batch replaces this last number, and the hash omits rank and device. same_everywhere: whether to omit rank and
+        device.
         """
         if self.num_parts and not same_everywhere:
             key, same_everywhere = (*key[:-1], self.shards[key[-1]][0]), True
@@ -196,14 +197,14 @@ class Strategy:
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     def gradient_sync(self, net: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """Context for a forward and backward; with enabled=False, DistributedDataParallel does not sum gradients."""
+        """Context for a forward and backward pass; if not `enabled`, DistributedDataParallel sums no gradients."""
         return nullcontext()
 
     def exchange(self, params: Sequence[Tensor]) -> None:
-        """Sums gradients over processes after a step's last backward, unless the backward has already done so.
+        """Sums gradients over processes after a step's last backward pass, unless this pass has already done so.
 
-        params: all parameters that the step trains. Sets each `grad` to the gradient of the global batch, or to None if
-        no process has a gradient. All processes must call this method.
+        params: parameters that the step trains. Sets each `grad` to the gradient of the global batch, or to None if no
+        process has a gradient. All processes must call this method.
         """
 
     def flat_gradients(self, params: Sequence[Tensor]) -> FlatGradients:
@@ -211,7 +212,7 @@ class Strategy:
         return FlatGradients(params)
 
     def build_buckets(self, net: nn.Module) -> None:
-        """Rebuilds DistributedDataParallel's buckets, once, after the trial backward of a wrapped module."""
+        """Rebuilds DistributedDataParallel's buckets, once, after a wrapped module's trial backward pass."""
 
     def global_norm(self, own: Tensor) -> Tensor:
         """Combines the norms of all processes' shards into the global norm. All processes must call this method."""
@@ -223,13 +224,13 @@ class Strategy:
     # --- saving and restoring ----------------------------------------------------------------------------------------
 
     def from_main(self, value: Tensor) -> Tensor:
-        """Returns rank 0's value, contiguous, on this device. Other ranks pass a tensor of equal shape and dtype."""
+        """Returns rank 0's value, contiguous, on `device`. Other ranks pass a tensor of equal shape and dtype."""
         return value
 
     def sync_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Broadcasts rank 0's tensors in place; used for buffers before evaluations and saves.
 
-        All processes must call this method, and raise UserError if their tensors differ in name, shape or dtype.
+        All processes must call this method. All raise UserError if their tensors differ in name, shape or dtype.
         """
 
     def load_on_main(self, function: Callable[[], T], large: Collection[str]) -> T:
@@ -289,7 +290,7 @@ class Strategy:
 
 
 class SingleDevice(Strategy):
-    """Strategy for one process on one device."""
+    """Strategy for a single device."""
 
     def __init__(self, device: torch.device, num_parts: int = 0) -> None:
         super().__init__(Group([device]), num_parts)

@@ -99,7 +99,7 @@ def check(tool: CheckFlags, environment: RankEnvironment | None) -> int:
 
 
 def _exchange(multi: MultiDeviceFlags, devices: DeviceFlags, result: Path, environment: RankEnvironment) -> int:
-    """Tests communication in one process; rank 0 prints the finding, and each machine's first process stores it."""
+    """Tests communication with other processes. Rank 0 prints the finding; each machine's first process stores it."""
 
     def work() -> int:
         strategy = Replicated(ProcessGroup(environment, multi, devices))

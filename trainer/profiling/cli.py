@@ -83,7 +83,7 @@ class Command:
 
     @property
     def about(self) -> tuple[str, str]:
-        """Description, whose first line is a summary, and examples."""
+        """Splits `text` into a description, whose first line is a summary, and examples."""
         description, _, examples = (self.text or "").partition("\nexamples:")
         return description, f"examples:{examples}"
 

@@ -76,21 +76,21 @@ def opened(
 
 
 def with_at_most(order: SampleOrder, most: int) -> SampleOrder:
-    """Limits a sample order to at most `most` samples per epoch."""
+    """Limits a sample order to `most` samples per epoch."""
     return replace(order, size=min(order.size, most))
 
 
 @dataclass
 class MeasuredRun:
-    """Measures steps of a run, which is not saved. All processes must call each method together."""
+    """Measures steps of a run without saving it. All processes must call each method together."""
 
     run: Run
 
     def train(self, num_steps: int) -> int:
         """Trains for `num_steps` optimizer steps; returns the number of samples over all processes.
 
-        Uses the real training loop with shortened epochs. If there are several phases, trains each for at most
-        `num_steps` steps. Raises UserError if training diverges.
+        Uses the real training loop with shortened epochs. With several phases, trains each for at most `num_steps`
+        steps. Raises UserError if training diverges.
         """
         run = self.run
         whole = run.plan
@@ -151,11 +151,10 @@ class MeasuredRun:
             return clock.stop(), num_samples
 
     def exposed_share(self, num_steps: int) -> float:
-        """Returns the fraction of the backward pass spent waiting for the overlapped gradient all-reduce to end.
+        """Returns the fraction of the backward pass spent waiting for the overlapped gradient all-reduce.
 
         Measures alternating groups of steps with and without all-reduce, and compares their backward times. Without
-        all-reduce, gradients differ between processes, so the learning rate is set to 0 to keep their weights
-        equal.
+        all-reduce, gradients differ between processes, so a learning rate of 0 keeps the weights equal.
         """
         run, size = self.run, max(1, num_steps // NUM_TURNS)
         sync = run.strategy.gradient_sync

@@ -113,9 +113,9 @@ class PerformanceProfiler:
     def benchmark_batch_sizes(self, sizes: Sequence[int]) -> Results:
         """Measures forward and backward for several batch sizes, with the first batch repeated or cut to each size.
 
-        Returns `batch_sizes` (for each size `batch_size`, `fits` and, if it fits, the results of
-        `profile_backward_pass`); also `fastest_batch_size`, by samples per second, and the `largest_batch_size` that
-        fits, or None if none fits.
+        Returns `batch_sizes`, a dictionary per size with `batch_size`, `fits` and, if the size fits, the results of
+        `profile_backward_pass`. Also returns `fastest_batch_size`, by samples per second, and `largest_batch_size`;
+        both are None if no size fits.
         """
         if min(sizes) < 1:
             raise ValueError(f"sizes {list(sizes)}: must be numbers of samples, at least 1 each")
@@ -221,7 +221,7 @@ class PerformanceProfiler:
 
 
 def compare_amp_performance(model: nn.Module, loader: Iterable[Any], *args: Any, **options: Any) -> Results:
-    """Compares forward and backward in the model's own precision, under bf16 autocast and, on a GPU, fp16 autocast.
+    """Compares forward and backward passes in the model's precision, in bf16 autocast and, on a GPU, fp16 autocast.
 
     Alternates between the precisions, so that changes of the machine's speed affect all of them. Returns by precision
     `forward_backward_ms_*`, `samples_per_second` and `peak_memory_mib`, and for autocast `speedup` over "float32" and
@@ -231,7 +231,7 @@ def compare_amp_performance(model: nn.Module, loader: Iterable[Any], *args: Any,
 
 
 def _speed(timer: Timer, batches: Sequence[Any], name: str, rate: str) -> Results:
-    """Returns `{name}_ms_*`, and the samples per second at the median duration. rate: key of the samples per second."""
+    """Returns `{name}_ms_*`, and under the key `rate` the samples per second at the median duration."""
     durations = spread(f"{name}_", timer.milliseconds(name))
     return {**durations, rate: 1e3 * _mean_size(batches) / durations[f"{name}_ms_median"]}
 
@@ -277,7 +277,8 @@ def _call(model: nn.Module, batch: Any) -> Any:
 def _training_loss(model: nn.Module, batch: Any, loss: LossFunction | None) -> Tensor:
     """Returns a scalar for the backward pass: loss(output, targets), the output's "loss", or the output's sum.
 
-    Raises ValueError if no parameter requires gradients, TypeError if the output contains no such scalar.
+    Raises ValueError if no parameter requires gradients, and TypeError if `loss` lacks targets or the output lacks a
+    loss.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"the {type(model).__name__} has no parameter to train, so there is no backward pass")
