@@ -87,7 +87,7 @@ class SeqrecFlags(FlagGroup):
         0.1, "with --split ratio or time: share of interactions for validation", above=0, below=1, needs=_OF_SHARES
     )
     test_share: float = flag(
-        0.1, "with --split ratio or time: share of interactions for the test", above=0, below=1, needs=_OF_SHARES
+        0.1, "with --split ratio or time: share of interactions for the test set", above=0, below=1, needs=_OF_SHARES
     )
     model: Literal["tisasrec", "sasrec", "popularity", "rules", "itemknn", "ease"] = flag(
         "tisasrec", "model; tisasrec: self-attention over items and the times between them; sasrec: self-attention "

@@ -134,7 +134,7 @@ class TabularFlags(FlagGroup):
         metavar="PATTERN", needs=_OF_LORA,
     )  # fmt: skip
     num_estimators: int = flag(
-        8, "number of predictions to average per row; each sees columns and classes in another order", at_least=1
+        8, "number of predictions to average per row; each uses another order of columns and classes", at_least=1
     )
     max_context: int = flag(
         1024, "maximum number of rows that one prediction learns from; from a larger table each prediction samples "

@@ -390,7 +390,7 @@ def _classes(y: Any, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         raise ValueError("Input y contains NaN or infinity")
     if values.dtype.kind == "f" and (values != values.round()).any():
-        raise ValueError("Unknown label type: continuous. y must be classes")
+        raise ValueError("Unknown label type: continuous. y must contain class labels")
     try:
         classes, places = np.unique(values, return_inverse=True)
     except TypeError as error:

@@ -372,7 +372,7 @@ def _may_hold_transcripts(name: str) -> bool:
 
 
 def _are_words(stems: Sequence[str]) -> bool:
-    """Returns whether names are words or single digits joined by `_`, each used at least twice on average."""
+    """Returns whether names are words or single digits joined by `_` that occur at least twice on average."""
     names = [stem.split("_") for stem in stems]
     are_alike = all(all(map(_is_digit, words)) or all(map(_is_word, words)) for words in names)
     words = [word.lower() for some in names for word in some]

@@ -83,8 +83,10 @@ def _read_csv(file: DataFile, reading: Reading) -> Table:
 
 
 def _as_the_file_shows(columns: Sequence[Column], decimal_comma: bool) -> tuple[Column, ...]:
-    """Sets `likely` of columns that do not show their decimal sign: to the sign that the others show, or else to "," if
-    decimal_comma."""
+    """Sets `likely` of columns that do not show their decimal separator.
+
+    The assumed separator is the one that the other columns show, or else "," if decimal_comma.
+    """
     readings = [column.reading.spelling for column in columns]
     shown = [
         bool(spelling and spelling.is_shown_by(c.distinct_texts)) for c, spelling in zip(columns, readings, strict=True)

@@ -45,7 +45,7 @@ _DIGITS = {
     )
     for decimal, thousands in (".,", ",.")
 }
-"""Pattern of a number without sign, exponent and unit, for each decimal sign."""
+"""Pattern of a number without sign, exponent and unit, for each decimal separator."""
 _GROUPED = {sign: re.compile(rf"[1-9]\d{{0,2}}(?:[{sign}]\d{{3}})+") for sign in ".,"}
 _LOOSE = re.compile(r"(?<!\d)\d{4}")
 """Pattern of four consecutive digits, which a number grouped by thousands lacks."""
@@ -57,7 +57,7 @@ _TRUTHS = frozenset({"yes", "no", "true", "false"})
 
 
 class _Cell(NamedTuple):
-    """String that looks like a number. unit: text around the digits. numbers: value for each decimal sign."""
+    """String that looks like a number. unit: text around the digits. numbers: value for each decimal separator."""
 
     text: str
     unit: tuple[str, str]
@@ -68,7 +68,7 @@ class _Cell(NamedTuple):
 class Spelling:
     """Format of a column's numbers.
 
-    decimal: the decimal sign, "." or ","; the other sign, blanks and apostrophes may separate thousands.
+    decimal: the decimal separator, "." or ","; the other one, blanks and apostrophes may separate thousands.
     head: unit before every number. tail: unit after every number; k and K (1e3), M (1e6) and B (1e9) are factors,
         not units.
     """
@@ -85,7 +85,7 @@ class Spelling:
         return cell.numbers[self.decimal] if cell and cell.unit == (self.head, self.tail) else np.nan
 
     def is_shown_by(self, texts: Sequence[str]) -> bool:
-        """Returns whether any string has the decimal sign in a place where it cannot separate thousands."""
+        """Returns whether any string has the decimal separator in a place where it cannot separate thousands."""
         cells = filter(None, (_cell(text) for text in texts if self.decimal in text))
         return any(math.isnan(cell.numbers[_OTHER[self.decimal]]) for cell in cells)
 
@@ -94,7 +94,7 @@ PLAIN = Spelling()
 
 
 class Likely(NamedTuple):
-    """Decimal sign to assume for a column whose cells do not show it. is_shown: whether other columns show the sign."""
+    """Decimal separator to assume for a column whose cells do not show it. is_shown: whether other columns show it."""
 
     decimal: str = "."
     is_shown: bool = False
@@ -116,11 +116,11 @@ class Reading(NamedTuple):
 def reading_of(texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOWN) -> Reading:
     """Detects whether a column contains numbers, and their format.
 
-    The decimal sign is the point or the comma, whichever turns more rows into numbers. A column is numeric if nearly
-    all rows are numbers, or if all other rows mark missing values.
+    The decimal separator is the point or the comma, whichever turns more rows into numbers. A column is numeric if
+    nearly all rows are numbers, or if all other rows mark missing values.
 
     texts: distinct strings of the column, none in `MISSING`. counts: (len(texts),), number of rows with each string.
-    likely: the decimal sign to assume if no row shows it.
+    likely: the decimal separator to assume if no row shows it.
     """
     values = [i for i, text in enumerate(texts) if not is_mark_among_numbers(text)]
     texts, counts = [texts[i] for i in values], counts[values]
@@ -152,7 +152,7 @@ def reading_of(texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOW
 
 
 def spelling_like(trained: Spelling, texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOWN) -> Spelling:
-    """Detects the number format of new rows: the format in training, unless the rows show another decimal sign.
+    """Detects the number format of new rows: the format in training, unless the rows show another decimal separator.
 
     texts, counts, likely: as for `reading_of`.
     """
@@ -213,7 +213,7 @@ def canonical(texts: Sequence[str], counts: np.ndarray) -> list[str]:
 
 
 def _cell(text: str) -> _Cell | None:
-    """Parses a string with each decimal sign; returns None if it is not a number with either sign."""
+    """Parses a string with each decimal separator; returns None if it is not a number with either one."""
     match = _CELL.fullmatch(text.translate(_ALIKE)) if len(text) <= _LONGEST_NUMBER else None
     if match is None or (match["sign"] and match["inner"]):
         return None
@@ -230,7 +230,7 @@ def _cell(text: str) -> _Cell | None:
 
 
 def _signs(cells: Sequence[_Cell | None], likely: Likely) -> tuple[str, str]:
-    """Returns both decimal signs, the more likely one first."""
+    """Returns both decimal separators, the more likely one first."""
     first = likely.decimal
     if likely == Likely(","):
         digits = [cell.text for cell in cells if cell]
@@ -249,13 +249,13 @@ def _is_of_thousands(sign: str, digits: Sequence[str]) -> bool:
 def _most_read(
     cells: Sequence[_Cell | None], unit: tuple[str, str], counts: np.ndarray, signs: tuple[str, str]
 ) -> tuple[str, str]:
-    """Returns both decimal signs, first the one that turns more rows into numbers; a tie keeps the order of `signs`."""
+    """Returns both decimal separators, first the one that turns more rows into numbers; a tie keeps their order."""
     first, second = (counts[~np.isnan(_numbers(cells, unit, sign))].sum() for sign in signs)
     return signs if first >= second else signs[::-1]
 
 
 def _numbers(cells: Sequence[_Cell | None], unit: tuple[str, str], decimal: str) -> np.ndarray:
-    """Returns the number in each cell, NaN if it is not a number with this unit and decimal sign: (len(cells),)."""
+    """Returns each cell's number, NaN if it is not a number with this unit and decimal separator: (len(cells),)."""
     return np.array([cell.numbers[decimal] if cell and cell.unit == unit else np.nan for cell in cells])
 
 
@@ -264,11 +264,12 @@ def _are_nearly_all(fits: np.ndarray, counts: np.ndarray) -> bool:
 
 
 def _doubt(texts: Sequence[str], counts: np.ndarray, numbers: np.ndarray, rival: np.ndarray, likely: Likely) -> str:
-    """Explains why the chosen decimal sign may be wrong; returns "" if the sign is not in doubt.
+    """Explains why the chosen decimal separator may be wrong; returns "" if there is no doubt.
 
-    numbers: values with the chosen sign. rival: values with the other sign; if the two never differ, there is no doubt.
-    Some rows may be numbers with only one of the two signs; the chosen sign must fit nearly all of these rows.
-    Without such rows, the sign is in doubt only if strings such as 1,234 and 1500 both occur, and likely is UNKNOWN.
+    numbers: values with the chosen separator. rival: values with the other one; if they never differ, nothing is in
+    doubt. Some rows may be numbers with only one of the two separators; the chosen one must fit nearly all of these
+    rows. Without such rows, the separator is in doubt only if strings such as 1,234 and 1500 both occur, and likely is
+    UNKNOWN.
     """
     is_read, is_rival = ~np.isnan(numbers), ~np.isnan(rival)
     is_other, is_shown = is_read & is_rival & (numbers != rival), is_read != is_rival

@@ -45,8 +45,8 @@ class Column:
 
     values: (n,) float64, numbers or indices into texts, NaN where missing.
     texts: distinct strings, sorted, some of which may occur in no row; None for numbers.
-    spelling: format of the strings from which numbers were converted. likely: decimal sign to assume if the strings do
-        not show it.
+    spelling: format of the strings from which numbers were converted. likely: decimal separator to assume if the
+        strings do not show it.
     """
 
     name: str

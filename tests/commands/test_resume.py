@@ -102,9 +102,9 @@ def test_samples_that_a_changed_batch_size_repeats_are_told(cli, tmp_path):
     consumed = load(tmp_path / "last.pth")["position"]["samples"]
     task = build_task(parse(list(map(str, argv)), several_devices=False)[0])
     done, others = (set(np.concatenate(task.order("train", 0, size))[:consumed]) for size in (8, 5))
-    told = f"order('train') depends on the batch size, so {len(done - others)} samples of this epoch are trained twice"
+    told = f"order('train') depends on the batch size, so {len(done - others)} samples of this epoch are used twice"
     assert done - others and told in cli(*argv, "--batch-size", 5, "--max-steps", 3)[1]
-    assert "trained twice" not in cli(*argv, "--batch-size", 5, "--max-steps", 4)[1]
+    assert "used twice" not in cli(*argv, "--batch-size", 5, "--max-steps", 4)[1]
 
 
 def test_other_parameter_groups_do_not_go_on_with_the_moments(cli, refused, tmp_path):

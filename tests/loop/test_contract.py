@@ -78,21 +78,21 @@ BEFORE_TRAINING = {
     "phases that are numbers": (broken(phases=(1, 2)), "Broken.phases (1, 2): must be distinct names"),
     "a headline of a split": (
         broken(headline=("train/loss", "val/accuracy")),
-        "Broken.headline ('train/loss', 'val/accuracy'): must be metrics without a split",
+        "Broken.headline ('train/loss', 'val/accuracy'): must name metrics, but no split",
     ),
-    "a headline that is text": (broken(headline="loss"), "Broken.headline 'loss': must be metrics"),
+    "a headline that is text": (broken(headline="loss"), "Broken.headline 'loss': must name metrics"),
     "a model and no objective": (
         broken(build_objective=lambda self: torch.nn.Linear(2, 2)),
         "--task broken: build_objective must return an Objective with a model, not a Linear",
     ),
     "a forward without phase": (
         with_objective(NoPhase),
-        "NoPhase.forward(batch): cannot be called as forward(batch, phase), which the trainer does; write `def "
-        "forward(self, batch, phase='train')`",
+        "NoPhase.forward(batch): the trainer calls it as forward(batch, phase), which these parameters do not allow; "
+        "write `def forward(self, batch, phase='train')`",
     ),
     "a method with fewer arguments": (
         broken(order=lambda self, phase, epoch: None),
-        "Broken.order(phase, epoch): cannot be called as order(phase, epoch, global_batch_size), which",
+        "Broken.order(phase, epoch): the trainer calls it as order(phase, epoch, global_batch_size), which",
     ),
     "a part beside the model": (
         with_objective(Beside),

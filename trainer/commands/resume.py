@@ -277,9 +277,8 @@ class Changes:
             )
             if num_again := (done - skipped).total():
                 notes.append(
-                    f"{order.source} depends on the batch size, so {num_again} samples of this epoch are trained twice "
-                    f"and {num_again} are not trained; to avoid this, use --global-batch-size {then} until the epoch "
-                    "ends."
+                    f"{order.source} depends on the batch size, so {num_again} samples of this epoch are used twice "
+                    f"and {num_again} are not used; to avoid this, use --global-batch-size {then} until the epoch ends."
                 )
         return notes
 

@@ -32,7 +32,7 @@ def pinned(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Copies nested dicts, lists and tuples with `function` applied to tensors; makes NumPy scalars Python scalars."""
+    """Copies nested dicts, lists and tuples, applying `function` to tensors; converts NumPy to Python scalars."""
     if isinstance(value, Tensor):
         return function(value)
     if type(value) in (dict, OrderedDict, Counter):

@@ -49,8 +49,8 @@ def check_signatures(own: object, base: type) -> None:
             except TypeError:
                 shown = ", ".join(str(each.replace(annotation=inspect.Parameter.empty)) for each in parameters)
                 raise UserError(
-                    f"{type(own).__name__}.{name}({', '.join(found.parameters)}): cannot be called as "
-                    f"{name}({', '.join(names)}), which the trainer does; write "
+                    f"{type(own).__name__}.{name}({', '.join(found.parameters)}): the trainer calls it as "
+                    f"{name}({', '.join(names)}), which these parameters do not allow; write "
                     f"`def {name}({', '.join(filter(None, ['self', shown]))})`"
                 ) from None
 
@@ -81,7 +81,7 @@ def check_task(task: Task) -> None:
         raise UserError(f"{name}.monitor {monitor}: must be a metric and 'max' or 'min', like ('val/accuracy', 'max')")
     headline: Any = task.headline
     if not isinstance(headline, tuple | list) or any(re.match("(train|val|test)/", str(each)) for each in headline):
-        raise UserError(f"{name}.headline {headline!r}: must be metrics without a split, such as ('loss', 'accuracy')")
+        raise UserError(f"{name}.headline {headline!r}: must name metrics, but no split, such as ('loss', 'accuracy')")
     splits = task.splits()
     if not isinstance(splits, Mapping):
         raise UserError(f"{name}.splits: must return a mapping from names to data sets, not a {type(splits).__name__}")

@@ -119,8 +119,8 @@ class TaskOrder:
         ends = range(size, size * len(batches) + 1, size) if size else list(accumulate(sizes))
         if not ends or ends[-1] < self.size or 0 in sizes:
             raise UserError(
-                f"{self.source} gives {ends[-1] if ends else 0} samples in epoch {epoch + 1}, or an empty batch; every "
-                f"epoch must have {self.size} samples (num_samples) and no empty batch"
+                f"{self.source} gives {ends[-1] if ends else 0} samples and {sizes.count(0)} empty batches in epoch "
+                f"{epoch + 1}; every epoch must have {self.size} samples (num_samples) and no empty batch"
             )
         return batches, ends
 
