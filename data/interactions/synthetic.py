@@ -7,8 +7,8 @@ SHORT_GAPS separate the items of a visit, and LONG_GAPS separate visits. Three r
 
 - A visit opens with a leap to an attractive item: an item, often well known, of a topic that the user likes.
 - After the opener, the user **resumes the thread of the previous visit** with the sequel of the item before the opener.
-- The thread, a run of sequels, continues until it ends or the user **begins another thread** with a similar leap, whose
-  sequels follow.
+- A thread is a run of sequels. At the end of the series, and sometimes earlier, the user **begins another thread** with
+  a similar leap.
 
 The items do not show whether a leap is followed by its own sequel or by the sequel of the item before the leap, but the
 time before the leap does: after a short gap the leap began a thread, and after a long gap it opened a visit.
