@@ -153,10 +153,10 @@ class HarFlags(FlagGroup):
         below=1,
     )  # fmt: skip
     label_smoothing: float = flag(
-        0.1, "label smoothing; the share of each training label that is spread over all classes", at_least=0, below=1
+        0.1, "label smoothing: share of each training label that is spread over all classes", at_least=0, below=1
     )
     encoder_path: Path | None = flag(
-        None, "harnet: initialise the encoder from this file; a run's checkpoint, or the state dict of an encoder",
+        None, "harnet: initialise the encoder from a run's checkpoint or an encoder's state dict",
         needs=_OF_HARNET,
     )  # fmt: skip
     freeze_encoder: bool = flag(

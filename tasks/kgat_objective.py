@@ -41,9 +41,9 @@ class RankingObjective(Objective):
 class KgatObjective(RankingObjective):
     """Computes the "softmax" or "bpr" loss of item scores and, for KGAT, also the loss of graph triples.
 
-    "softmax" is the multinomial log-likelihood (Liang et al., WWW 2018): minus the log softmax over all items, summed
-    over the items of a user. "bpr" (Rendle et al., UAI 2009) is softplus(s(j) - s(i)) for scores s of an item i of a
-    user and a random other item j.
+    "softmax" is the negative multinomial log-likelihood (Liang et al., WWW 2018): minus the log softmax over all items,
+    summed over the items of a user. "bpr" (Rendle et al., UAI 2009) is softplus(s(j) - s(i)) for scores s of an item i
+    of a user and a random other item j.
     """
 
     model: Recommender

@@ -423,6 +423,6 @@ def _refuse_names(subjects: Sequence[str], classes: Sequence[str], where: str) -
             )
     if len(classes) < 2:
         raise UserError(
-            f"{where}: has only windows of {shown(classes)}; give two classes or more, each with recordings of at "
+            f"{where}: has windows of only one class, {shown(classes)}; give at least two, each with recordings of at "
             "least --window rows"
         )

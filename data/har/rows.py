@@ -237,8 +237,8 @@ def read_rows(
     is_same = [before == row for before, row in pairwise(zip(keys[0], trials, strict=True))]
     if are_out_of_order(np.diff(times, axis=0)[is_same]):
         raise UserError(
-            f"{where}: the clock ({', '.join(clocks.names)}) often falls from one row to the next; sort the rows by "
-            "time, or remove the clock column if it is wrong"
+            f"{where}: the clock ({', '.join(clocks.names)}) often goes back from one row to the next; sort the rows "
+            "by time, or remove the clock column if it is wrong"
         )
     rows = Rows(
         np.concatenate(signals), *keys, spellings, trials, times, clocks.in_seconds, clocks.moments, clocks.unread,

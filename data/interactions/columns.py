@@ -187,8 +187,8 @@ def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice,
         which = "several columns begin" if times else "no column after the item begins"
         raise UserError(
             f"{where}: {' '.join(first)[:80]!r}: has no column names, and {which} with a date or seconds since 1970; "
-            f"give the time column's number, from 1, with --time-column, or use --time-column {NO_TIMES} if there "
-            "are no times"
+            f"give the time column's number, counted from 1, with --time-column, or use --time-column {NO_TIMES} if "
+            "there are no times"
         )
     found["time"] = times[0] if times else None
     if times and any(is_time_of_day(first[column]) for column in others):

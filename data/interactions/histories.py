@@ -51,7 +51,7 @@ class Histories:
         numbers = np.array([number_of.get(name, 0) for name in table.item_ids])
         kept = np.flatnonzero(numbers[table.items])
         if not len(kept):
-            raise UserError(f"{where}: contains no item on which the run was trained, such as {shown(item_ids[:3])}")
+            raise UserError(f"{where}: contains none of the items of the training data, such as {shown(item_ids[:3])}")
         if len(kept) < len(table.items):
             unknown = [name for name, number in zip(table.item_ids, numbers, strict=True) if not number]
             self.remarks.append(
@@ -85,8 +85,8 @@ class Histories:
             fewest = min(left.values())
             fewer = f"choose at most {fewest}, or remove" if fewest else "remove"
             raise UserError(
-                f"--top-k {self.num_places}: {where}: fewer items are left to recommend for "
-                f"{shown(f'user {name} ({num})' for name, num in left.items())}; {fewer} these users from the table"
+                f"--top-k {self.num_places}: {where}: fewer than {self.num_places} items are left to recommend to "
+                f"{shown(f'user {name} ({num} left)' for name, num in left.items())}; {fewer} these users"
             )
 
     def __len__(self) -> int:

@@ -93,8 +93,8 @@ def test_columns_of_the_new_file_are_used_and_strangers_reported(trained, predic
 @pytest.mark.parametrize(
     ("text", "more", "part"),
     [
-        ("buyer,item,seconds\na,other,3\n", [], "no item on which the run was trained, such as item-001, item-002"),
-        ("buyer,item,seconds\na,item-001,3\n", ["--top-k", NUM_ITEMS], f"for user a ({NUM_ITEMS - 1}); "),
+        ("buyer,item,seconds\na,other,3\n", [], "none of the items of the training data, such as item-001, item-002"),
+        ("buyer,item,seconds\na,item-001,3\n", ["--top-k", NUM_ITEMS], f"to user a ({NUM_ITEMS - 1} left); "),
         ("buyer,item,seconds\na,item-001,x\n", [], "line 2: 'a item-001 x': 'x' is not a time"),
         ("", [], "is empty"),
     ],

@@ -339,7 +339,7 @@ def test_rows_out_of_order_are_refused(load, tmp_path):
         ]
         path = write(tmp_path / "mine.csv", rows, first)
         assert len(load(path, channels=("acc",)).recordings.signals) == 4 * 6
-        refusal = rf"mine.csv: the clock \({', '.join(first[:-3])}\) often falls .*; sort the rows by time"
+        refusal = rf"mine.csv: the clock \({', '.join(first[:-3])}\) often goes back .*; sort the rows by time"
         shuffled = [rows[k] for k in np.random.default_rng(0).permutation(len(rows))]
         for wrong in (rows[::-1], [*rows[59::-1], *rows[:59:-1]], sorted(shuffled, key=lambda row: row[-2:])):
             write(path, wrong, first)
@@ -490,7 +490,7 @@ def test_test_subjects_are_the_named_people_or_every_fifth(load, tmp_path):
         (lambda lines: [*lines[:3], "2,1,1"], "line 4: has 3 columns, but there are 7 column names"),
         (lambda lines: [*lines[:3], "2,1,1,1,1,,walk"], "row 3 below the column names has no subject"),
         (lambda lines: lines[:9], "a window has 10 rows, but the longest uninterrupted activity of one person"),
-        (lambda lines: lines[:12], "has only windows of walk; give two classes or more, each with"),
+        (lambda lines: lines[:12], "has windows of only one class, walk; give at least two, each with"),
         (lambda lines: lines[:1], "has column names, but no readable rows"),
         (lambda lines: [lines[0].replace("acc_x", '"acc\nx"'), *lines[1:]], "the column name 'acc\\nx' has a line"),
         (lambda lines: [], "is empty"),
