@@ -78,10 +78,10 @@ class HarFlags(FlagGroup):
         "by default; reuses an earlier download", common=True,
     )  # fmt: skip
     subject_column: str | None = flag(
-        None, "your recordings: subject column (default: detected by common column names)", metavar="COLUMN"
+        None, "your recordings: subject column (default: recognised by its name)", metavar="COLUMN"
     )
     label_column: str | None = flag(
-        None, "your recordings: activity column (default: detected by common column names)", metavar="COLUMN"
+        None, "your recordings: activity column (default: recognised by its name)", metavar="COLUMN"
     )
     channels: tuple[str, ...] | None = flag(
         None, "your recordings: columns to use as channels (default: all columns of numbers, except subject, label, "

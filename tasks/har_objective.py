@@ -92,8 +92,8 @@ def load_encoder(model: Standardised, path: Path) -> None:
     for name, value in found.items():
         if value.shape != expected[name].shape:
             raise UserError(
-                f"{label}: {name} has shape {tuple(value.shape)}, but shape "
-                f"{tuple(expected[name].shape)} in this model; give the --mode with which the encoder was trained"
+                f"{label}: {name} has shape {tuple(value.shape)}, but this model expects shape "
+                f"{tuple(expected[name].shape)}; give the --mode with which the encoder was trained"
             )
     encoder.load_state_dict(found)
     if "mean" in weights and "std" in weights:

@@ -66,9 +66,9 @@ class KgatFlags(FlagGroup):
         "head, relation, tail (default: a generated catalogue; no download)", common=True, local=True,
     )  # fmt: skip
     time_column: str | None = flag(
-        None, "tables: name or number (from 1) of the column with times, as numbers or dates, by which the latest "
-        "fifth of each user's items becomes the test set; 'none': a random fifth (default: detected by common "
-        "column names)", metavar="COLUMN",
+        None, "tables: name or number (from 1) of the column with times, as numbers or dates; without a test file, the "
+        "latest fifth of each user's items becomes the test set; 'none': a random fifth (default: recognised by its "
+        "name)", metavar="COLUMN",
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME", needs={"data_dir": None})
     on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD)
@@ -95,7 +95,8 @@ class KgatFlags(FlagGroup):
     )
     laplacian: Laplacian = flag(
         "random-walk", "kgat: edge weights until attention is first computed; random-walk: D^-1 A; symmetric: D^-1/2 A "
-        "D^-1/2; reference: symmetric as in KGAT's public code, which makes most weights 0", needs=_OF_KGAT,
+        "D^-1/2; reference: the weights that KGAT's public code calls symmetric, most of which are 0",
+        needs=_OF_KGAT,
     )  # fmt: skip
     softmax: Softmax = flag(
         "separate", "kgat: how attention treats several edges between the same two nodes; separate: one softmax term "
@@ -111,13 +112,14 @@ class KgatFlags(FlagGroup):
         0.0, "kgat: share of the graph's edges that is dropped in training", at_least=0, below=1, needs=_OF_KGAT
     )
     loss: Literal["softmax", "bpr"] = flag(
-        "softmax", "training loss; softmax: a sample is a user, whose items are compared with all items; bpr: "
-        "a sample is one of a user's items, compared with one other item, as in KGAT's paper", common=True,
-        needs=_TRAINED, absent="bpr",
+        "softmax", "training loss; softmax: cross-entropy over all items (a sample is a user with all of the user's "
+        "items); bpr: pairwise ranking loss, as in KGAT's paper (a sample is one of a user's items and a random other "
+        "item)", common=True, needs=_TRAINED, absent="bpr",
     )  # fmt: skip
     l2: float | None = flag(
         None, "factor of the L2 penalty; for each pair of a user and one of the user's items, the penalty is half the "
-        "sum of squares of both embeddings (default: depends on --model and --loss)", at_least=0, needs=_TRAINED,
+        "sum of squares of both embeddings and, with --loss bpr, of the other item's embedding (default: depends on "
+        "--model and --loss)", at_least=0, needs=_TRAINED,
     )  # fmt: skip
     kg_l2: float = flag(
         1e-5, "kgat: factor of the L2 penalty on the embeddings of each knowledge-graph triple", at_least=0,
@@ -131,8 +133,8 @@ class KgatFlags(FlagGroup):
         "embeddings", at_least=0, needs=_OF_KGAT,
     )  # fmt: skip
     draw: Literal["users", "interactions"] = flag(
-        "users", "with --loss bpr: how to draw samples; users: a random user with a random item of the user; "
-        "interactions: each interaction once per epoch", needs={"loss": ("bpr",)},
+        "users", "with --loss bpr: how to draw samples; users: all users in turn, in random order, each with one of "
+        "their items at random; interactions: each interaction once per epoch", needs={"loss": ("bpr",)},
     )  # fmt: skip
     val_share: float = flag(
         0.1, "share of each user's items to hold out for validation, unless the data contain valid.txt", above=0,
@@ -262,7 +264,7 @@ class KgatTask(RecommenderTask):
         if catalogue.has_graph:
             entities, num_items = np.unique(catalogue.triples[:, [0, 2]]), catalogue.num_items
             lines.append(
-                f"Graph: {len(catalogue.triples):,} triples of {catalogue.num_relations} relations among "
+                f"Graph: {len(catalogue.triples):,} triples of {catalogue.num_relations} relations, which connect "
                 f"{np.count_nonzero(entities < num_items):,} of the {num_items:,} items and "
                 f"{np.count_nonzero(entities >= num_items):,} other entities."
             )

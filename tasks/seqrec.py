@@ -63,14 +63,14 @@ class SeqrecFlags(FlagGroup):
         "folder or zip (default: a generated catalogue; no download)", common=True, local=True,
     )  # fmt: skip
     user_column: str | None = flag(
-        None, "name or number (from 1) of the user column (default: detected by common column names)", metavar="COLUMN"
+        None, "name or number (from 1) of the user column (default: recognised by its name)", metavar="COLUMN"
     )
     item_column: str | None = flag(
-        None, "name or number (from 1) of the item column (default: detected by common column names)", metavar="COLUMN"
+        None, "name or number (from 1) of the item column (default: recognised by its name)", metavar="COLUMN"
     )
     time_column: str | None = flag(
         None, "name or number (from 1) of the column with times, as numbers or dates; 'none': lines are in order "
-        "of time (default: detected by common column names)", metavar="COLUMN",
+        "of time (default: recognised by its name)", metavar="COLUMN",
     )  # fmt: skip
     encoding: str | None = flag(None, ENCODING, metavar="NAME", needs={"data_dir": None})
     on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD)
@@ -79,9 +79,8 @@ class SeqrecFlags(FlagGroup):
         at_least=0,
     )  # fmt: skip
     split: SplitKind = flag(
-        "leave-one-out", "what to hold out; leave-one-out: each user's last item for the test, the item before it for "
-        "validation; ratio: a share of each user's interactions, the latest ones; time: the latest share of all "
-        "interactions",
+        "leave-one-out", "what to hold out; leave-one-out: each user's last item for testing, the item before it for "
+        "validation; ratio: the latest share of each user's interactions; time: the latest share of all interactions",
     )  # fmt: skip
     val_share: float = flag(
         0.1, "with --split ratio or time: share of interactions for validation", above=0, below=1, needs=_OF_SHARES
@@ -298,7 +297,7 @@ class SeqrecTask(RecommenderTask):
         for part, name in (("validation", "val"), ("test", "test")):
             if len(splits[name]) == 0:
                 raise UserError(
-                    f"{config.hold_out.flags}: no held-out interaction of the {part} follows an earlier "
+                    f"{config.hold_out.flags}: no interaction in the {part} set follows an earlier "
                     "interaction of the same user; give more data, or change --split, --val-share or --test-share"
                 )
         return splits

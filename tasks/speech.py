@@ -108,8 +108,8 @@ class SpeechFlags(FlagGroup):
         None, "file of output symbols, one character or word per line (default: the symbols of the transcripts)"
     )
     batch_by: Literal["utterances", "seconds"] = flag(
-        "utterances", "quantity to keep similar in all optimizer steps; utterances: their number; seconds: the "
-        "duration of audio",
+        "utterances", "what is nearly the same in all optimizer steps; utterances: the number of utterances; seconds: "
+        "the total duration of their audio",
     )  # fmt: skip
     num_mels: int | None = flag(
         None, "number of mel bands of the log-mel spectrogram (default: plmu 40, lmu 80)", at_least=1
@@ -162,7 +162,7 @@ class SpeechFlags(FlagGroup):
     )  # fmt: skip
     beam: int = flag(1, "beam width in decoding; 1: greedy, the best symbol of each frame", common=True, at_least=1)
     language_model: Path | None = flag(
-        None, "ARPA file of an n-gram language model over --units; needs --beam of at least 2", common=True
+        None, "ARPA file of an n-gram model of the output symbols; needs --beam of at least 2", common=True
     )
     lm_weight: float = flag(0.5, "with --language-model: weight of the language model's log-probabilities", at_least=0)
     length_bonus: float = flag(0.0, "with --language-model: log-probability added per output symbol, in nats")
@@ -174,9 +174,7 @@ class SpeechFlags(FlagGroup):
             if path is not None and not path.exists():
                 found.append(f"{flag_name(name)} {path}: no such file or folder; check the path")
         if self.strings is not None and self.string_lengths is None:
-            found.append(
-                f"--strings {self.strings}: must be two numbers, the first of which is at least 1, such as 3-7"
-            )
+            found.append(f"--strings {self.strings}: must be a range of whole numbers from 1, such as 3-7")
         if self.hidden_size % self.num_heads:
             found.append(f"--num-heads {self.num_heads}: must evenly divide --hidden-size {self.hidden_size}")
         if self.subsampling not in (1, 2, 4):

@@ -95,7 +95,7 @@ class TabularFlags(FlagGroup):
         needs=_OF_A_TABLE,
     )  # fmt: skip
     test_data: Path | None = flag(
-        None, "table to score on, including the label column; replaces the test rows held out of --data-dir",
+        None, "table to score on, including the label column; replaces the test rows held out from --data-dir",
         common=True, local=True, needs=_OF_A_TABLE,
     )  # fmt: skip
     id: str | None = flag(
@@ -134,7 +134,7 @@ class TabularFlags(FlagGroup):
         metavar="PATTERN", needs=_OF_LORA,
     )  # fmt: skip
     num_estimators: int = flag(
-        8, "number of predictions to average per row; each uses another order of columns and classes", at_least=1
+        8, "number of predictions to average per row; each uses its own order of columns and classes", at_least=1
     )
     max_context: int = flag(
         1024, "maximum number of rows that one prediction learns from; from a larger table each prediction samples "

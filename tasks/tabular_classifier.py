@@ -190,7 +190,7 @@ class TabularClassifier:
         places = {value: i for i, value in enumerate(self.classes_.tolist())}
         values = _one_class_a_row(y, len(probabilities)).tolist()
         if unknown := [value for value in values if value not in places]:
-            raise ValueError(f"y contains {unknown[0]!r}, a class that fit has not seen; remove these rows")
+            raise ValueError(f"y contains {unknown[0]!r}, a class that fit has not seen; remove the rows of this class")
         return scores(np.array([places[value] for value in values]), probabilities)
 
     # --- files ---------------------------------------------------------------------------------------------------
@@ -372,7 +372,9 @@ def _table(X: Any) -> Table:  # noqa: N803
 def _refuse_shape(num_rows: int, num_columns: int) -> None:
     if 0 in (num_rows, num_columns):
         what = "sample" if num_columns else "feature"
-        raise ValueError(f"0 {what}(s) (shape={num_rows, num_columns}) while a minimum of 1 is required.")
+        raise ValueError(
+            f"Found array with 0 {what}(s) (shape={num_rows, num_columns}) while a minimum of 1 is required."
+        )
     if num_columns > MOST_COLUMNS:
         raise ValueError(
             f"X has {num_columns:,} columns, but at most {MOST_COLUMNS:,} are supported; keep only relevant columns"
@@ -385,7 +387,7 @@ def _classes(y: Any, num_rows: int) -> tuple[np.ndarray, np.ndarray]:
     Raises ValueError unless y has one sortable class per row.
     """
     if y is None:
-        raise ValueError("requires y to be passed, but the target y is None")
+        raise ValueError("TabularClassifier requires y to be passed, but the target y is None")
     values = _one_class_a_row(y, num_rows)
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         raise ValueError("Input y contains NaN or infinity")

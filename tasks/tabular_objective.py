@@ -39,7 +39,7 @@ class TabularObjective(Objective):
         if self._answer is not None:
             raise UserError(
                 "--multi-gpu fsdp: processes may call the model different numbers of times for the table of "
-                "--data-dir, but fsdp needs equally many calls in all processes; use --multi-gpu ddp"
+                "--data-dir, but fsdp needs the same number of calls in all processes; use --multi-gpu ddp"
             )
         self._cuts_evaluation = False
 

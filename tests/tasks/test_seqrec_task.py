@@ -278,7 +278,7 @@ def test_columns_are_of_a_file(refused):
         (
             f"{HEAD}a 1 10\na 2 20\nb 1 5\nb 3 5\n",
             "--k-core 0",
-            "--split leave-one-out: no held-out interaction of the validation",
+            "--split leave-one-out: no interaction in the validation set",
         ),
         (
             f"{HEAD}a 1 1\na 2 1\na 3 1\n",

@@ -467,9 +467,9 @@ def test_a_corpus_of_transcripts_that_are_all_too_long_is_refused(refused, cache
 @pytest.mark.parametrize(
     ("args", "part"),
     [
-        ("--strings 3", "--strings 3: must be two numbers, the first of which is at least 1, such as 3-7"),
-        ("--strings 0-3", "--strings 0-3: must be two numbers"),
-        ("--strings 4-3", "--strings 4-3: must be two numbers"),
+        ("--strings 3", "--strings 3: must be a range of whole numbers from 1, such as 3-7"),
+        ("--strings 0-3", "--strings 0-3: must be a range"),
+        ("--strings 4-3", "--strings 4-3: must be a range"),
         ("--model lmu --num-heads 3", "--num-heads 3: must evenly divide --hidden-size 512"),
         ("--subsampling 3", "--subsampling 3: must be 1, 2 or 4"),
         ("--subsampling 8", "--subsampling 8: must be 1, 2 or 4"),

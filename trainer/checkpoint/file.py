@@ -142,7 +142,7 @@ def _refuse_more_than_its_file(state: Any, num_bytes: int) -> None:
             num_beyond -= 0 if id(value) in seen else len(value)
             seen.add(id(value))
         if num_parts < 0 or num_beyond < 0:
-            raise ValueError("it would take far more memory than its file, perhaps because a tensor repeats one value")
+            raise ValueError("it needs far more memory than its size implies, perhaps because a tensor repeats a value")
 
 
 def _dense_parts(value: Tensor) -> list[Tensor]:
