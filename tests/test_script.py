@@ -243,6 +243,24 @@ def test_goes_on_with_other_data_and_says_so(tmp_path, capsys):
     assert run.state == "finished"
 
 
+def test_a_finished_run_has_no_results_of_other_data(tmp_path):
+    fit(tmp_path, val=VAL)
+    with pytest.raises(UserError, match="a finished run on other data, with --lr .* instead of .*; choose another"):
+        fit(tmp_path, TensorDataset(X[20:], Y[20:]), val=TensorDataset(X[:20], Y[:20]), lr=0.1)
+    assert fit(tmp_path, val=VAL).metrics
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_losses_of_few_digits_are_added_in_float32(dtype, tmp_path):
+    """Their sum is above the largest float16, and bfloat16 rounds it to a multiple of 512."""
+
+    def large(model, batch):
+        return (nll(model, batch) * 0 + 2001).to(dtype)
+
+    metrics, _ = fit(tmp_path, loss=large, val=VAL, batch_size=40, eval_batch_size=40, max_steps=1)
+    assert metrics["val/loss"] == float(torch.tensor(2001.0).to(dtype))
+
+
 def test_a_workload_by_its_name(tmp_path):
     metrics, _ = trainer.fit("har", save_dir=tmp_path, max_steps=1, num_threads=1, device="cpu", no_test=True)
     assert "val/accuracy" in metrics

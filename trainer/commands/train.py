@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from trainer.checkpoint.directory import RunDirectory
-from trainer.checkpoint.manifest import CONFIG, RESULTS, STATE, State, read_json, read_state, retention_of
+from trainer.checkpoint.manifest import CONFIG, RESULTS, STATE, State, read_config, read_json, read_state, retention_of
 from trainer.commands.baselines import find_baselines
 from trainer.commands.build import build_run, open_run, start_loading
 from trainer.commands.evaluate import better_can_be_scored, score
@@ -104,7 +104,10 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
 
 
 def _is_finished(run: Run, flags: Flags) -> bool:
-    """Returns whether the run is trained and evaluated as requested; if so, prints that it is finished."""
+    """Returns whether the run is trained and evaluated as requested; if so, prints that it is finished.
+
+    Raises UserError if the run was finished with other data.
+    """
     progress, path = run.progress, run.directory.path
     if not run.is_complete:
         return False
@@ -116,19 +119,31 @@ def _is_finished(run: Run, flags: Flags) -> bool:
     is_finished = results.get("step") == progress.step and is_scored
     if is_finished and run.plan.has_validation:
         is_finished = not run.group.on_main(lambda: better_can_be_scored(run.directory, results))
-    if is_finished and run.group.is_main:
-        in_epochs = flags.run.max_steps is None
-        length = f"{progress.position.epoch} epochs" if in_epochs else f"{progress.step} optimizer steps"
-        bounds = [flags.run.length_flag] if run.is_through else []
-        bounds += ["--early-stopping-patience"] if run.is_out_of_patience else []
-        raised = f"To continue training, raise {' and '.join(bounds)}"
-        train_on = raised if run.plan.total else "Its model is fitted, not trained"
-        others = differences(changed_since_last_start(path, run.facts["config"]))
-        say(
-            f"This run is finished: {path} contains its results after {length}{others and ', with '}{others}. "
-            f"{train_on}; to start over, add --fresh; for another run, choose another --save-dir."
-        )
+    if is_finished:
+        run.group.on_main(lambda: _say_finished(run, flags))
     return is_finished
+
+
+def _say_finished(run: Run, flags: Flags) -> None:
+    progress, path = run.progress, run.directory.path
+    others = differences(changed_since_last_start(path, run.facts["config"]))
+    others = f", with {others}" if others else ""
+    digests = read_config(path).get("data_digest"), run.facts.get("data_digest")
+    if None not in digests and digests[0] != digests[1]:
+        raise UserError(
+            f"--save-dir {path}: contains a finished run on other data{others}; choose another --save-dir, or start "
+            "over with --fresh"
+        )
+    length = f"{progress.position.epoch} epochs" if flags.run.max_steps is None else f"{progress.step} optimizer steps"
+    bounds = [flags.run.length_flag] if run.is_through else []
+    bounds += ["--early-stopping-patience"] if run.is_out_of_patience else []
+    train_on = (
+        f"To continue training, raise {' and '.join(bounds)}" if run.plan.total else "Its model is fitted, not trained"
+    )
+    say(
+        f"This run is finished: {path} contains its results after {length}{others}. {train_on}; to start over, add "
+        "--fresh; for another run, choose another --save-dir."
+    )
 
 
 def _closing_lines(folder: Path, task: Task, task_name: str, progress: Progress) -> list[str]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.common.errors import UserError
+from trainer.common.tensors import is_coarse
 from trainer.parallel.devices import queue_of
 from trainer.parallel.group import Group, require_shape
 from trainer.task import Objective, Outputs, PerSample, Sums
@@ -121,6 +122,10 @@ def require_sums(sums: object, objective: nn.Module, phase: str | None) -> None:
         problem = f"returns a value named {strange[0]!r} of type {type(strange[0]).__name__}; name it by a string"
     elif "weight" in sums:
         problem = "returns 'weight', a name reserved for the number of loss terms; rename it"
+    elif coarse := [name for name, value in sums.items() if isinstance(value, Tensor) and is_coarse(value)]:
+        problem = (
+            f"returns {coarse[0]!r} as {sums[coarse[0]].dtype}, too coarse for sums; use .sum(dtype=torch.float32)"
+        )
     elif phase is None:
         return
     elif "loss" not in sums:
