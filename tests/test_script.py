@@ -332,7 +332,7 @@ REFUSED = {
         {"train": {"x": X, "y": Y, "weight": Y + 1}, "names": None},
         "the data set must give batch['weight'] one floating-point number per sample, not torch.int64 of shape (4,)",
     ),
-    "a file": ({"train": "a.csv"}, "fit, train: its data set (str): needs a data set, not the text 'a.csv'; if"),
+    "a file": ({"train": "a.csv"}, "fit, train: its data set (str): needs a data set, not the string 'a.csv'; if"),
     "a name twice": ({"names": ("x", "x")}, "its items have 2 value(s); give each its own name, as in names="),
     "a number as a name": (
         {"loss": lambda model, batch: {"loss": nll(model, batch), 3: batch["y"].double()}},
@@ -349,7 +349,7 @@ REFUSED = {
     ),
     "a sampler": (
         {"train": loader(sampler=WeightedRandomSampler(torch.ones(40), 40))},
-        "fit, train: the DataLoader has the sampler WeightedRandomSampler, which a run cannot keep",
+        "fit, train: the DataLoader has the sampler WeightedRandomSampler, which the trainer cannot reproduce",
     ),
     "a part of the samples": (
         {"train": loader(sampler=RandomSampler(TRAIN, num_samples=9))},

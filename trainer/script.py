@@ -117,8 +117,8 @@ class Rows(Objective):
         what = f"shape {tuple(row.shape)}" if isinstance(row, Tensor) else f"a {type(row).__name__}"
         raise UserError(
             f"fit: the loss returned {what} for {name!r}, but must return one number for each of the {num_samples} "
-            "samples of the batch, so that the total does not depend on how the batch is split; use reduction='none'; "
-            "if a sample has several terms, return their mean, or their sum and their number as its 'weight'"
+            "samples of the batch; use reduction='none'; if a sample has several terms, return their mean, or return "
+            "their sum and add the number of terms to the data as 'weight'"
         )
 
 
@@ -218,8 +218,8 @@ def _refuse_settings(name: str, loader: DataLoader[Any]) -> None:
     found += [f"the {each}" for each in ("worker_init_fn", "generator") if getattr(loader, each) is not None]
     if found:
         raise UserError(
-            f"fit, {name}: the DataLoader has {' and '.join(found)}, which a run cannot keep when it "
-            "resumes or moves to another number of devices; pass its `dataset`, or define Task.order for your own order"
+            f"fit, {name}: the DataLoader has {' and '.join(found)}, which the trainer cannot reproduce when a "
+            "run resumes or changes its number of devices; pass its `dataset`, or define Task.order for your own order"
         )
 
 

@@ -468,9 +468,9 @@ class Task(ABC):
         """Returns the sample indices of each optimizer step of an epoch, as int64 arrays.
 
         The result must be a pure function of the arguments and `seed`. epoch: number of completed passes over the
-        phase's data. Batches may differ in size, but every epoch must have `num_samples` samples. A sequence with an
-        attribute `batch_size`, the size of all batches except the last, may compute its batches lazily. Returns None,
-        the default, for a random permutation of the data in batches of global_batch_size.
+        phase's data. Batches may differ in size, but every epoch must have at least `num_samples` samples. A sequence
+        with an attribute `batch_size`, the size of all batches except the last, may compute its batches lazily. Returns
+        None, the default, for a random permutation of the data in batches of global_batch_size.
         """
         return None
 

@@ -81,7 +81,7 @@ CASES = {
 
 
 REFUSED = {
-    "fsdp": (Case("Joint", 6), ["--multi-gpu", "fsdp"], "--multi-gpu fsdp: SimClr.joint_loss may run while"),
+    "fsdp": (Case("Joint", 6), ["--multi-gpu", "fsdp"], "--multi-gpu fsdp: SimClr.joint_loss may use parameters while"),
     "unlike": (Case("Unlike", 6), (), "differs from rank 0: the objective's output is {'a'"),
     "uneven": (
         Case("GathersItself", 6),

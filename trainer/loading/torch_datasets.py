@@ -55,8 +55,8 @@ def from_dataset(
         raise UserError("from_dataset(DataLoader): a DataLoader makes its own batches; pass `loader.dataset`")
     if isinstance(dataset, str | bytes):
         raise UserError(
-            f"from_dataset({kind}): needs a data set, not the text {dataset!r}; if this names a file, read its samples "
-            "and give them as a data set"
+            f"from_dataset({kind}): needs a data set, not the string {dataset!r}; if it names a file, load the "
+            "file and pass its samples as a data set"
         )
     for method in ("__len__", "__getitem__"):
         if not hasattr(dataset, method):

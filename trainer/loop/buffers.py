@@ -246,8 +246,8 @@ class ForwardState:
             )
         if self._shared:
             lines.append(
-                f"Forward passes change the buffers {', '.join(self._shared)}. Each step keeps only rank 0's values "
-                "after its last forward pass, so results may depend on how a batch is split."
+                f"Forward passes change the buffers {', '.join(self._shared)}. After each step, all ranks copy the "
+                "values that rank 0 computed from its own samples, so results may depend on how a batch is split."
             )
         if unseen:
             lines.append(

@@ -108,8 +108,8 @@ def refuse_another_model(weights: Mapping[str, Tensor], outline: Outline, step: 
     built, found = (f"{own[name][0]} of shape {own[name][1]}" if name in own else "absent" for own in (outline, now))
     raise UnfitState(
         f"the model has changed since it was built: {name} was {built} and is {found} after optimizer step {step}; "
-        "nothing is saved, because no resume could load it; earlier checkpoints are intact; build it in its final "
-        "shape, or register a growing buffer with persistent=False"
+        "no checkpoint is saved, because no run could resume from it; earlier checkpoints are intact; build the model "
+        "in its final shape, or register a growing buffer with persistent=False"
     )
 
 
@@ -174,7 +174,7 @@ def refuse_non_finite(
     if all(name in buffers for name in bad):
         raise UnfitState(
             f"NaN in buffer(s) {', '.join(bad[:3])} after optimizer step {progress.step}, so nothing is saved; earlier "
-            "checkpoints are intact; if a buffer starts with NaN, start it with a number or an infinity instead"
+            "checkpoints are intact; if a buffer contains NaN from the start, initialise it with other values"
         )
     position = progress.position
     epoch = position.epoch if position.at_epoch_start else position.epoch + 1

@@ -33,7 +33,7 @@ def refuse_joint(objective: Objective, strategy: Strategy, compiles: bool) -> No
     name = f"{type(objective).__name__}.joint_loss"
     refuse_coupling(name, strategy)
     if strategy.exchanges_in_forward:
-        raise UserError(f"--multi-gpu fsdp: {name} may run while parameters are sharded; use --multi-gpu ddp")
+        raise UserError(f"--multi-gpu fsdp: {name} may use parameters while they are sharded; use --multi-gpu ddp")
     if compiles:
         raise UserError(f"--compile: {name} repeats each forward pass, but compiled repeats may differ; omit --compile")
 

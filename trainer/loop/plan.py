@@ -120,7 +120,7 @@ class TaskOrder:
         if not ends or ends[-1] < self.size or 0 in sizes:
             raise UserError(
                 f"{self.source} gives {ends[-1] if ends else 0} samples and {sizes.count(0)} empty batches in epoch "
-                f"{epoch + 1}; every epoch must have {self.size} samples (num_samples) and no empty batch"
+                f"{epoch + 1}; every epoch must have at least {self.size} samples (num_samples) and no empty batch"
             )
         return batches, ends
 

@@ -235,8 +235,8 @@ class PerSampleOutputs:
             for name, values in part.items():
                 if values.shape[:1] != index.shape:
                     raise UserError(
-                        f"PerSample {name!r}: the objective returned the shape {tuple(values.shape)} for a batch of "
-                        f"{len(index)} samples; it must return one row per sample"
+                        f"PerSample {name!r}: the objective returned values of shape {tuple(values.shape)} for a batch "
+                        f"of {len(index)} samples; it must return one row per sample"
                     )
         return joined(self._parts)
 
@@ -262,8 +262,8 @@ def in_order(shares: Sequence[tuple[Tensor, dict[str, Tensor]]], num_samples: in
     samples, first = np.unique(torch.cat([index for index, _ in shares]).numpy(), return_index=True)
     if len(samples) != num_samples:
         raise UserError(
-            f"PerSample: batch['index'] of all batches covered only {len(samples)} of {num_samples} samples; return "
-            "the `keys.index` that `collate` receives as batch['index']"
+            f"PerSample: over all batches, batch['index'] covered only {len(samples)} of {num_samples} samples; set "
+            "it to `keys.index` in `collate`"
         )
     outputs = joined([share for _, share in shares])
     return {name: values[torch.from_numpy(first)] for name, values in outputs.items()}

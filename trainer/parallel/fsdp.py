@@ -169,8 +169,8 @@ class Sharded(Distributed):
             kept = [name for name, value in each.state_dict().items() if isinstance(value, dict) and name != "state"]
             if kept:
                 raise UserError(
-                    f"--multi-gpu fsdp: {type(each).__name__} keeps {kept[0]!r} outside 'state', "
-                    "where it cannot be sharded like the parameters; use --multi-gpu ddp or another optimizer"
+                    f"--multi-gpu fsdp: {type(each).__name__} keeps {kept[0]!r} outside 'state', but "
+                    "only 'state' can be sharded like the parameters; use --multi-gpu ddp or another optimizer"
                 )
         hooked = [p for each in optimizers for group in each.param_groups for p in group["params"] if has_hooks(p)]
         if hooked:
@@ -249,7 +249,7 @@ def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module])
             pair = " and ".join(of_kind[unit, is_complex] for is_complex in (True, False))
             raise UserError(
                 f"--multi-gpu fsdp: {pair} are sharded together, but only the first is complex; store it as "
-                "real pairs for torch.view_as_complex in the forward pass, or use --multi-gpu ddp"
+                "pairs of real numbers, apply torch.view_as_complex to them in the forward pass, or use --multi-gpu ddp"
             )
 
 

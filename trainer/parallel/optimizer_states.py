@@ -82,8 +82,8 @@ def load_states(
     if before != types and None not in before:  # earlier versions saved no types
         raise UserError(
             f"the optimizers of phase {phase!r} are {', '.join(types)}, but the checkpoint was trained with "
-            f"{', '.join(map(str, before))}; use the same, or load only the checkpoint's weights, with --init-from and "
-            "another --save-dir"
+            f"{', '.join(map(str, before))}; use the same optimizers, or load only the checkpoint's weights, with "
+            "--init-from and another --save-dir"
         )
     if _sizes(saved) != _sizes(own):
         raise UserError(

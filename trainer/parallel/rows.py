@@ -146,9 +146,9 @@ def require_equal_exchanges(where: str, group: Group, forward: Callable[[], obje
         return
     rank = next(rank for rank, own in enumerate(told) if own != told[0])
     raise UserError(
-        f"{where}: runs the collective {told[0]} on rank 0 but {told[rank]} on rank {rank} in a step with unequal "
-        "shares of samples, so the run would abort; use trainer.gather, or make all shares equal with --drop-last and "
-        "a --global-batch-size that is a multiple of the number of processes"
+        f"{where}: runs the collective {told[0]} on rank 0 but {told[rank]} on rank {rank} if the ranks have "
+        "different numbers of samples, so the run would abort; use trainer.gather, or give every rank equally many "
+        "samples with --drop-last and a --global-batch-size that is a multiple of the number of processes"
     )
 
 

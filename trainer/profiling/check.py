@@ -47,7 +47,7 @@ class CheckFlags(FlagGroup):
     device: Literal["auto", "cpu", "cuda"] = flag(
         "auto", "device to check; auto: all GPUs, or the CPU if there is none"
     )
-    save_dir: Path = flag(Path("checkpoints"), "folder for runs; the command tests its disk")
+    save_dir: Path = flag(Path("checkpoints"), "folder for runs; the command tests the disk that holds it")
     nproc: int | None = flag(
         None, "number of processes to start if torchrun is not used (default: one per GPU, 2 on the CPU)", at_least=1
     )

@@ -54,8 +54,8 @@ def opened(
         task = strategy.group.together(lambda: build_task(flags))
     if task.fitted:
         raise UserError(
-            f"--task {flags.run.task}: with these flags its model is fitted without optimizer steps; choose another "
-            "model"
+            f"--task {flags.run.task}: with these flags its model is fitted without optimizer steps, so there is "
+            "nothing to measure; choose another model"
         )
     with ExitStack() as leaving:
         folder = Path(leaving.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-profile-")))

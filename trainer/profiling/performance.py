@@ -52,7 +52,7 @@ class PerformanceProfiler:
 
     def __post_init__(self) -> None:
         if self.repeats < 1 or self.warm_up < 0:
-            raise ValueError(f"repeats {self.repeats} and warm_up {self.warm_up}: must be at least 1 and at least 0")
+            raise ValueError(f"repeats {self.repeats} must be at least 1, and warm_up {self.warm_up} at least 0")
         # a tensor's device has an index, unlike "cuda"
         self._device = torch.empty(0, device=self.device or _device_of(self.model)).device
         self._batches: list[Any] = []
