@@ -245,7 +245,7 @@ def test_goes_on_with_other_data_and_says_so(tmp_path, capsys):
 
 def test_a_finished_run_has_no_results_of_other_data(tmp_path):
     fit(tmp_path, val=VAL)
-    with pytest.raises(UserError, match="a finished run on other data, with --lr .* instead of .*; choose another"):
+    with pytest.raises(UserError, match=r"a finished run on other data, with --lr .* instead of .*; choose another"):
         fit(tmp_path, TensorDataset(X[20:], Y[20:]), val=TensorDataset(X[:20], Y[:20]), lr=0.1)
     assert fit(tmp_path, val=VAL).metrics
 
