@@ -432,7 +432,7 @@ def _conflicts(groups: Sequence[FlagGroup], values: Mapping[str, Any], stated: C
     found = []
     for field, words in given.items():
         excluded = [other for other in known[field].excludes if other in given]
-        found += [f"{words} and {given[other]}: exclude each other; give only one of them" for other in excluded]
+        found += [f"{words} and {given[other]}: cannot be combined; give only one of them" for other in excluded]
         for choice, owners in known[field].needs.items() if field in others else ():
             chosen = next(getattr(group, choice) for group in groups if choice in options(type(group)))
             if owners is None and choice not in others:

@@ -177,7 +177,7 @@ class LearningFlags(FlagGroup):
     )  # fmt: skip
     warmup_steps: int | None = flag(None, "optimizer steps of linear warm-up, instead of --warmup-epochs", at_least=0)
     scale_lr: Literal["none", "linear", "sqrt"] = flag(
-        "none", "scale --lr; linear: by the ratio of global to one-device batch size; sqrt: by this ratio's square root"
+        "none", "scale --lr; linear: by the ratio of the global batch to one device's batch; sqrt: by its square root"
     )
     weight_decay: float = flag(
         0.01, "weight decay; not applied to norm layers and biases; adamw and muon: decoupled; adam and sgd: added to "
@@ -304,8 +304,8 @@ class CheckpointFlags(FlagGroup):
         from_record="refused", excludes=("init_from", "init_from_partial"),
     )  # fmt: skip
     init_from: Path | None = flag(
-        None, "initialise the weights from this file; a state dict, or a checkpoint, of which only the weights are "
-        "used", metavar="CHECKPOINT", common=True, from_record="refused", excludes=("init_from_partial",),
+        None, "initialise the weights from this file; accepts a state dict or a checkpoint; uses only the weights of a "
+        "checkpoint", metavar="CHECKPOINT", common=True, from_record="refused", excludes=("init_from_partial",),
     )  # fmt: skip
     init_from_partial: Path | None = flag(
         None, "load only the weights whose names and shapes match the model's; prints their names",
@@ -447,7 +447,7 @@ class MultiDeviceFlags(FlagGroup):
         common=True, needs={"multi_gpu": forms.PER_PROCESS}, at_least=1, at_most=MOST_PROCESSES,
     )  # fmt: skip
     backend: Literal["nccl", "gloo"] | None = flag(
-        None, "communication backend between processes (default: nccl on GPUs, gloo on the CPU)"
+        None, "backend for communication between processes (default: nccl on GPUs, gloo on the CPU)"
     )
     dist_timeout_s: float = flag(
         600.0, "seconds to wait for another rank before failing with an error that names it", metavar="SECONDS", above=0

@@ -156,7 +156,7 @@ def test_flags_of_a_task_displace_each_other_and_are_refused_where_they_exclude_
     _, problems = parse(["--config", file, "--share=0.1", "--count=7", "--model=small"], several_devices=False)
     assert problems == [
         f"--layers 3: --model small does not use it; leave it out, or choose big (--layers is set in {file})",
-        "--share 0.1 and --count 7: exclude each other; give only one of them",
+        "--share 0.1 and --count 7: cannot be combined; give only one of them",
     ]
 
 
@@ -317,7 +317,7 @@ def test_a_record_names_neither_code_nor_files_to_write(name, value, use, write,
     text = json.dumps(value).replace("{tmp}", str(tmp_path))
     record = write(f'{{"config": {{"--task": "tabular", "--lr": 0.5, "{name}": {text}}}}}', "config.json")
     before = contents(tmp_path)
-    message = f"--config {record}: may not name {use.format(tmp=tmp_path)}"
+    message = f"--config {record}: must not name {use.format(tmp=tmp_path)}"
     refused([message], "--config", record, "--save-dir", tmp_path / "run")
     refused([message], "--config", record, "--save-dir", tmp_path / "run", "--print-config")
     assert contents(tmp_path) == before
@@ -356,7 +356,7 @@ def test_the_profiler_writes_where_the_user_says(write, tmp_path):
         flags, problems = parse(["--config", record], False, command)
         words = f"{name} {tmp_path / 'x'}"
         advice = f"to use it, add {words} to the command"
-        assert problems == [f"--config {record}: may not name a file ({words}); {advice}"]
+        assert problems == [f"--config {record}: must not name a file ({words}); {advice}"]
         assert getattr(flags.tool, name[2:]) is None
 
 
@@ -386,7 +386,7 @@ def test_a_run_that_went_on_from_a_file_is_repeated_from_there(train, cli, refus
     train(tmp_path / "run", "--epochs", 3, "--resume-from", tmp_path / "source" / "checkpoint_2.pth")
     record, source = tmp_path / "run" / "config.json", tmp_path / "source" / "checkpoint_2.pth"
     words = f"--resume-from {source}"
-    message = f"--config {record}: may not name a file ({words}); to use it, add {words} to the command"
+    message = f"--config {record}: must not name a file ({words}); to use it, add {words} to the command"
     refused([message], "--config", record, "--save-dir", tmp_path / "again")
     assert cli("--config", record, "--save-dir", tmp_path / "again", "--resume-from", source)[0] == 0
     assert_same_bits(load(tmp_path / "run" / "final.pth")["model"], load(tmp_path / "again" / "final.pth")["model"])

@@ -113,7 +113,7 @@ def test_refuses_what_it_cannot_write(refused, tmp_path):
     (tmp_path / "model.pt2").mkdir()
     refused(["is not a file"], "--export", tmp_path / "model.pt2")
     refused(
-        ["--export and --eval-only", "--predict and --eval-only", "--predict and --export: exclude each other"],
+        ["--export and --eval-only", "--predict and --eval-only", "--predict and --export: cannot be combined"],
         "--export", tmp_path / "a.pt2", "--eval-only", "--predict", "x.csv",
     )  # fmt: skip
     refused(

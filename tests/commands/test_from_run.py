@@ -174,12 +174,12 @@ class Excluding(Weighted):
         long: bool = flag(False, "only long ones")
 
         def problems(self):
-            return ["--long and --dropout: exclude each other"] if self.long and self.dropout else []
+            return ["--long and --dropout: cannot be combined"] if self.long and self.dropout else []
 
 
 def test_what_the_command_line_contradicts_is_said_with_its_run(train, refused, tmp_path):
     train(tmp_path, "--task", "excluding", "--long")
-    message = f"--long and --dropout: exclude each other (--long is of the run in {tmp_path})"
+    message = f"--long and --dropout: cannot be combined (--long is of the run in {tmp_path})"
     refused([message], "--save-dir", tmp_path, "--dropout", 0.5)
     assert parse(["--save-dir", str(tmp_path), "--dropout", "0.5", "--long=false"], False)[1] == []
 

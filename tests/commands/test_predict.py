@@ -227,7 +227,7 @@ def test_output_is_the_table_with_the_users_permissions(trained, windows, label,
         for name in (output, link):  # the second replaces the first
             out, err = on_cpu("--predict", path, "--save-dir", trained, "--output", name, "--num-threads", 1)
             assert err == [f"From the run in {trained}: {MODEL}"] and out == (
-                f"Labelled {path} with the weights of epoch 1 in {trained}: 14 lines in {name}\n"
+                f"Predicted 14 samples of {path} with the weights of epoch 1 in {trained}; the table is in {name}\n"
             )
             assert output.stat().st_mode & 0o777 == 0o640
     finally:

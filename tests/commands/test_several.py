@@ -158,7 +158,7 @@ def test_finished_runs_with_other_flags_are_named(command, cache_dir, tmp_path):
     argv = [*WEIGHTED_RUN, "--epochs", 1, "--seeds", 2, "--cache-dir", cache_dir, "--save-dir", tmp_path]
     command("main.py", *argv)
     out = command("main.py", *argv, "--lr", 0.02).stdout
-    assert f"{tmp_path / 'seed-1'} finished earlier with --lr 0.01 instead of 0.02; to retrain it" in out
+    assert f"The run in {tmp_path / 'seed-1'} finished earlier with --lr 0.01 instead of 0.02; to retrain it" in out
     more = command("main.py", *argv, "--epochs", 2, "--seeds", 3).stdout
     assert "finished earlier" not in more
     epochs = [read(tmp_path / f"seed-{seed}" / "results.json")["epochs"] for seed in range(3)]
@@ -228,7 +228,7 @@ def test_slots_on_two_gpus(visible, device, expected, monkeypatch):
 
 def test_folds_exclude_other_ways_to_hold_somebody_out():
     _, problems = parse(["--folds", "3", "--refit", "--num-val-subjects", "2", "--eval-only"], several_devices=False)
-    excluded = [re.match(r"(\S+ \d) and (\S+): exclude each other", text).groups() for text in problems]
+    excluded = [re.match(r"(\S+ \d) and (\S+): cannot be combined", text).groups() for text in problems]
     assert excluded == [
         ("--num-val-subjects 2", "--refit"), ("--folds 3", "--eval-only"), ("--folds 3", "--num-val-subjects"),
         ("--folds 3", "--refit"),

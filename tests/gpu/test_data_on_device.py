@@ -62,7 +62,7 @@ def test_what_takes_too_much_memory_stays_on_the_host(tmp_path, cache_dir, monke
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("HalfMovable", "--data-on device: needs data of type trainer.Movable, unlike val (Sequences); use"),
+        ("HalfMovable", "--data-on device: moves only data of type trainer.Movable, not val (Sequences); use"),
         ("WrongWeights", "WrongSequences.weights: returns ["),
     ],
 )

@@ -228,7 +228,7 @@ def test_the_best_within_an_epoch_comes_along_to_another_folder(run_here, tmp_pa
     for last, expected in (("best.pth", 1), ("last.pth", 2)):
         new = tmp_path / last
         out, _ = run_here(*argv, "--max-steps", 5, "--resume-from", tmp_path / "old" / last, "--save-dir", new)
-        assert "is missing next to" not in out
+        assert "lacks the best checkpoint" not in out
         assert load(new / "best.pth")["step"] == 2
         assert sum(entry["step"] <= 4 for entry in entries_of(new)) >= expected
 

@@ -287,5 +287,5 @@ def test_parameters_in_another_order_are_refused_on_other_ranks_and_at_a_resume(
     monkeypatch.setenv("HEADS", "ab")
     run_here(*task, *RUN[2:], tmp_path / "run", "--epochs", 1)
     monkeypatch.setenv("HEADS", "ba")
-    parts = ["the model's parameters are in another order than in the checkpoint, so the optimizer state would"]
+    parts = ["the model's parameters are not in the checkpoint's order, so the optimizer state would"]
     refused(parts, *task, *RUN[2:], tmp_path / "run", "--epochs", 2)

@@ -301,10 +301,10 @@ def test_the_table_of_digests(name, command):
 
 REFUSED = {
     "--parts 3": "--parts 3: must be a power of two",
-    "--parts 4 --grad-accum-steps 2": "--parts 4 and --grad-accum-steps 2: exclude each other",
+    "--parts 4 --grad-accum-steps 2": "--parts 4 and --grad-accum-steps 2: cannot be combined",
     "--parts 4 --multi-gpu fsdp": "--parts 4: needs --multi-gpu ddp, as fsdp adds gradients in no fixed order",
     "--parts 4 --multi-gpu dp": "--parts 4: needs --multi-gpu ddp, as dp adds gradients in no fixed order",
-    "--parts 4 --multi-gpu ddp --sync-bn": "--parts 4 and --sync-bn: exclude each other",
+    "--parts 4 --multi-gpu ddp --sync-bn": "--parts 4 and --sync-bn: cannot be combined",
 }
 
 

@@ -213,5 +213,5 @@ def test_the_default_settings_reach_97_percent(command, tmp_path):
 
 @pytest.mark.parametrize("other", [["--refit"], ["--val-subjects", 1]])
 def test_numbers_and_names_of_held_out_people_exclude_each_other(other, refused, tmp_path):
-    part = f"--num-val-subjects 2 and {' '.join(map(str, other))}: exclude each other"
+    part = f"--num-val-subjects 2 and {' '.join(map(str, other))}: cannot be combined"
     refused([part], *other, "--num-val-subjects", 2, "--save-dir", tmp_path / "run")

@@ -82,7 +82,7 @@ def test_flags_of_learning_are_refused(argv, run_here, tmp_path):
 
 def test_what_needs_steps_is_refused(run_here, cache_dir, capsys):
     argv = ["--task", "seqrec", "--model", "rules"]
-    assert "fitted and has no loss to check" in run_here(*argv, "--check-task", status=2).err
+    assert "fitted without training, so it has no loss to check" in run_here(*argv, "--check-task", status=2).err
     assert profile(["step", *argv, "--cache-dir", str(cache_dir / "lockstep")]) == 2
     assert "its model is fitted without optimizer steps" in capsys.readouterr().err
 
@@ -180,12 +180,12 @@ def test_no_time_is_another_word_for_sasrec(run_here, tmp_path):
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
-        ("seqrec --no-time --model rules", "--no-time and --model rules: exclude each other; give only one of them"),
-        ("seqrec --no-time --model tisasrec", "--no-time and --model tisasrec: exclude each other; give only one"),
+        ("seqrec --no-time --model rules", "--no-time and --model rules: cannot be combined; give only one of them"),
+        ("seqrec --no-time --model tisasrec", "--no-time and --model tisasrec: cannot be combined; give only one"),
         ("seqrec --model itemknn --time-span 9", "--time-span 9: --model itemknn does not use it; leave it out, or"),
         ("seqrec --model rules --loss bce", "--loss bce: --model rules does not use it; leave it out, or choose"),
         ("seqrec --model ease --norm pre", "--norm pre: --model ease does not use it; leave it out, or choose"),
-        ("kgat --select-on-test --val-share 0.1", "--val-share 0.1 and --select-on-test: exclude each other; give"),
+        ("kgat --select-on-test --val-share 0.1", "--val-share 0.1 and --select-on-test: cannot be combined; give"),
         ("kgat --model itemknn --loss bpr", "--loss bpr: --model itemknn does not use it; leave"),
     ],
 )
@@ -197,4 +197,4 @@ def test_flags_that_contradict_each_other_are_refused_by_one_line(run_here, tmp_
 
 def test_flags_of_a_file_that_contradict_each_other_are_refused(run_here, tmp_path):
     (tmp_path / "flags.toml").write_text("task = 'seqrec'\nno-time = true\nmodel = 'tisasrec'")  # the default
-    assert "exclude each other" in run_here("--config", tmp_path / "flags.toml", status=2).err
+    assert "cannot be combined" in run_here("--config", tmp_path / "flags.toml", status=2).err

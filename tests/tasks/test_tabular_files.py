@@ -39,7 +39,7 @@ def test_test_data_of_other_classes_or_columns_are_refused(refused, train, tmp_p
     )
     unlabelled = write(tmp_path / "unlabelled.csv", [("a", 1)], "id,x")
     refused([f"--test-data {unlabelled}: --label y: no such column"], *argv, unlabelled)
-    refused(["--test-share 0.5 and --test-data: exclude each other"], *argv, train, "--test-share", "0.5")
+    refused(["--test-share 0.5 and --test-data: cannot be combined"], *argv, train, "--test-share", "0.5")
 
 
 def test_a_folder_says_what_is_learned_from_validation_and_test(run_here, tmp_path):

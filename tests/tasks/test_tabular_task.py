@@ -272,7 +272,7 @@ def test_a_model_of_ones_own_is_scored_on_a_table(table, run_here, tmp_path):
         ("--data-dir TABLE --label kind --num-episodes 4", "--num-episodes 4: does nothing without --tune"),
         ("--data-dir TABLE --label knd", "--label knd: no such column; did you mean 'kind'?"),
         ("--data-dir TABLE --label kind --prior-only x.npz", "--prior-only x.npz: applies only to synthetic tables;"),
-        ("--data-dir TABLE --label kind --seeds 2", "--seeds 2: with the other flags nothing is trained"),
+        ("--data-dir TABLE --label kind --seeds 2", "--seeds 2: trains models, but the other flags only evaluate"),
         ("--data-dir TABLE --label kind --test-share 0", "--test-share 0: leaves no rows to score"),
         ("--model tabicl --width 9", "--width 9: --model tabicl does not use it; leave it out"),
         ("--width 9", "--width 9: must be a multiple of --num-heads 4"),

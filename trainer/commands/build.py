@@ -283,9 +283,7 @@ def open_run(
         best, run_id = run.progress.best, run.facts["run_id"]
         value, is_best, has_best = strategy.group.on_main(lambda: take_best_beside(source, best, directory, run_id))
         if best is not None and not has_best:
-            run.log.say(
-                f"The best checkpoint (epoch {best.epoch}) is missing next to {source}, so the best score is reset."
-            )
+            run.log.say(f"{source.parent} lacks the best checkpoint (epoch {best.epoch}), so the best score is reset.")
             run.progress.best = None
         save(run, value, is_best)
         strategy.group.on_main(run.saver.finish)

@@ -68,7 +68,7 @@ def export_model(flags: Flags, strategy: Strategy) -> None:
     write_output(path, content, "--export")
     say(f"Exported {run.label} to {path}. Inputs: {', '.join(f'{name} {shape}' for name, shape in inputs.items())}")
     sizes = f"{len(calls)} batches of {min(_BATCH_SIZES)} to {max(_BATCH_SIZES)} samples"
-    say(f"Compared with the model on {sizes}: outputs differ by up to {difference:.1e} times the largest output.")
+    say(f"On {sizes}, outputs of the file and the model differ by up to {difference:.1e} times the largest output.")
 
 
 def example_batches(task: Task) -> Iterator[Batch]:

@@ -114,7 +114,7 @@ def contradictions(flags: Flags) -> list[str]:
         if multi_gpu not in (None, forms.USUAL):
             found.append(f"{parts}: needs --multi-gpu {forms.USUAL}, as {multi_gpu} adds gradients in no fixed order")
         if flags.multi.sync_bn:
-            found.append(f"{parts} and --sync-bn: exclude each other; give only one of them")
+            found.append(f"{parts} and --sync-bn: cannot be combined; give only one of them")
     uses = {"--predict": flags.prediction.predict, "--export": flags.exporting.export}
     if flags.multi is not None:
         found += [f"{use}: runs on one device; use main.py" for use, file in uses.items() if file is not None]
@@ -127,9 +127,9 @@ def _contradictions_of_devices(flags: Flags, multi: MultiDeviceFlags) -> list[st
     if multi.multi_gpu == "dp" and flags.blocks.compile:
         found.append("--compile: a replica of --multi-gpu dp cannot be compiled; use --multi-gpu ddp")
     if ":" in device:
-        found.append(f"--device {device}: names one device; with --multi-gpu choose GPUs with --gpu-ids")
+        found.append(f"--device {device}: names one device; to choose GPUs for --multi-gpu, use --gpu-ids")
     if multi.gpu_ids is not None and device == "cpu":
-        found.append("--device cpu and --gpu-ids: exclude each other; give only one of them")
+        found.append("--device cpu and --gpu-ids: cannot be combined; give only one of them")
     on_gpus = bool(usable_gpus(device, multi.gpu_ids))
     if multi.backend == "nccl" and not on_gpus:
         found.append("--backend nccl: needs GPUs, but this run is on the CPU; use --backend gloo")
@@ -147,13 +147,13 @@ def _contradictions_of_several(flags: Flags) -> list[str]:
         "--export": flags.exporting.export,
     }  # fmt: skip
     found = [
-        f"{several.as_given} and {name}: exclude each other; {name} takes the folder of one run as --save-dir"
+        f"{several.as_given} and {name}: cannot be combined; {name} takes the folder of one run as --save-dir"
         for name, value in single.items()
         if value
     ]
     if several.folds and flags.task_type is not None:
         found += [
-            f"--folds {several.folds} and {flag_name(field.name)}: exclude each other; --folds chooses what to hold out"
+            f"--folds {several.folds} and {flag_name(field.name)}: cannot be combined; --folds chooses what to hold out"
             for field in fields(flags.task)
             if field.name in flags.task_type.hold_out_flags and getattr(flags.task, field.name) != field.default
         ]

@@ -82,7 +82,7 @@ def loaders_on_device(task: Task, data_on: str, group: Group) -> dict[str, Batch
     if data_on == "device":
         if stays:
             raise UserError(
-                f"--data-on device: needs data of type trainer.Movable, unlike {', '.join(stays)}; use --data-on auto"
+                f"--data-on device: moves only data of type trainer.Movable, not {', '.join(stays)}; use --data-on auto"
             )
         group.together(lambda: _require_memory(needed, free, group.device))
     elif not all(group.gather(needed <= LARGEST_SHARE * free)):

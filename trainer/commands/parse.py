@@ -258,7 +258,7 @@ class Layers:
             if option.is_for_users_alone(value):
                 what, use = ("a file", "use") if option.type is Path else ("code", "run")
                 words = option.as_typed(value)
-                found.append(f"{origin}: may not name {what} ({words}); to {use} it, add {words} to the command")
+                found.append(f"{origin}: must not name {what} ({words}); to {use} it, add {words} to the command")
                 del self.values[field], self.origins[field]
         return found
 

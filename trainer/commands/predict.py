@@ -59,7 +59,7 @@ def label_new_data(flags: Flags, strategy: Strategy) -> None:
         text = io.StringIO()
         _write_table(table, text, bar)
     write_output(output, text.getvalue())
-    say(f"Labelled {path} with {run.label}: {len(dataset)} lines in {output}")
+    say(f"Predicted {len(dataset)} samples of {path} with {run.label}; the table is in {output}")
 
 
 def _refuse_to_harm(output: Path, run: TrainedRun, task: Task) -> None:

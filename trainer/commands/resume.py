@@ -184,8 +184,8 @@ class Changes:
     def refuse_reordered(self, names: Iterable[str]) -> None:
         if list(self.then["model"]) != list(names):
             raise UserError(
-                "the model's parameters are in another order than in the checkpoint, so the optimizer state would not "
-                "match; restore the checkpoint's order, or load only its weights with --init-from"
+                "the model's parameters are not in the checkpoint's order, so the optimizer state would not match; "
+                "restore that order, or load only the checkpoint's weights with --init-from"
             )
 
     def refuse_other_data(self, source: str, to_train: bool = False) -> None:
@@ -304,8 +304,8 @@ class Changes:
             notes.append(f"The global batch changes from {before} to {whole} samples.")
         elif then["num_devices"] != now["num_devices"]:
             notes.append(
-                f"The global batch stays at {whole} samples on {now['num_devices']} "
-                f"device(s) instead of {then['num_devices']}; batch size per device and accumulation steps adapt."
+                f"The number of devices changed: {then['num_devices']} -> {now['num_devices']}. The global batch stays "
+                f"at {whole} samples, so each device's share changes."
             )
         counts = ("world_size", "num_devices") if self._in_parts else ()
         names = [name for name in now if name not in counts and then.get(name, now[name]) != now[name]]

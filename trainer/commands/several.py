@@ -197,7 +197,7 @@ def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int
     task = build_task(flags)
     several, save_dir = flags.several, flags.checkpoint.save_dir
     if not task.trains:
-        raise UserError(f"{several.as_given}: with the other flags nothing is trained; leave the flag out")
+        raise UserError(f"{several.as_given}: trains models, but the other flags only evaluate one; leave it out")
     folds = task.fold_flags(several.folds) if several.folds else []
     slots = choose_slots(flags.devices, flags.multi)
     jobs = plan_jobs(flags, [*argv, *flags.from_run.argv, *slots.flags], folds, run_alone)
@@ -281,7 +281,7 @@ class SeveralRuns:
                         table.run(job.entry())
                         if others := differences(job.changed):
                             advice = "to retrain it, choose another --save-dir or add --fresh"
-                            say(f"{job.directory} finished earlier with {others}; {advice}")
+                            say(f"The run in {job.directory} finished earlier with {others}; {advice}")
                     elif status not in (0, launcher.stop.exit_status):
                         failures.append((job, status))
                 progress.show(num_done(), [job.name for job in running])
