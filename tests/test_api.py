@@ -570,8 +570,10 @@ def test_processes_that_are_killed_at_once_are_not_taken_for_stopped(monkeypatch
     with pytest.raises(Failure, match="ended with status 137"):
         trainer.fit(Weighted, **again)
     monkeypatch.setattr("trainer.api.start_processes", lambda *_: 128 + signal.SIGTERM)
-    with pytest.raises(SystemExit, match="143"):
-        trainer.fit(Weighted, **again)
+    for state in ("preempted", "failed"):
+        (tmp_path / "state.json").write_text(f'{{"state": "{state}"}}')
+        with pytest.raises(SystemExit, match="143"):
+            trainer.fit(Weighted, **again)
 
 
 @pytest.mark.slow

@@ -79,6 +79,19 @@ def test_a_script_has_those_beside_the_trainer_unless_a_package_of_its_own_has_t
     assert told.startswith("--task har: ") and "pass the task class as task=" in told
 
 
+@pytest.mark.parametrize("form", ["from .points import NUM", "from mine.points import NUM", "from points import NUM"])
+def test_a_task_in_a_package_imports_its_neighbours(form, run_here, tmp_path):
+    package = tmp_path / "mine"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "points.py").write_text("NUM = 3")
+    task = (ROOT / "examples" / "own_task.py").read_text().replace("NUM_ARMS = 3", f"{form}\nNUM_ARMS = NUM")
+    (package / "arms.py").write_text(task)
+    name = f"{package / 'arms.py'}:Spirals"
+    run_here("--task", name, "--max-steps", 1, "--num-points", 20, "--save-dir", tmp_path / "run")
+    run_here("--task", name, "--save-dir", tmp_path / "run", "--eval-only")
+
+
 def test_names_and_classes_are_those_of_the_registry(monkeypatch):
     assert registry.workloads() is TASKS and registry.default_task() == "har"
     assert registry.find_task("har") is HarTask and registry.name_of(HarTask) == "har"

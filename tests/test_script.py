@@ -261,6 +261,11 @@ def test_losses_of_few_digits_are_added_in_float32(dtype, tmp_path):
     assert metrics["val/loss"] == float(torch.tensor(2001.0).to(dtype))
 
 
+def test_a_monitor_that_is_never_a_number_is_named(tmp_path, capsys):
+    fit(tmp_path, loss=lambda model, batch: nll(model, batch) * (1.0 if model.training else torch.nan), val=VAL)
+    assert "No validation had a finite val/loss; scoring the last weights." in capsys.readouterr().out
+
+
 def test_a_workload_by_its_name(tmp_path):
     metrics, _ = trainer.fit("har", save_dir=tmp_path, max_steps=1, num_threads=1, device="cpu", no_test=True)
     assert "val/accuracy" in metrics

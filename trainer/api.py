@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import runpy
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from trainer.common.errors import UserError
 from trainer.common.files import with_nan
 from trainer.common.process import to_stderr
 from trainer.config import arguments_of, refuse
-from trainer.failure.errors import EXIT_BAD_INPUT, Failure
+from trainer.failure.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, Failure
 from trainer.failure.signals import STOP_SIGNALS, LeftAtOnce, handlers_restored
 from trainer.flags import RETIRED, TRAINER_GROUPS, ExportFlags, MultiDeviceFlags, PredictFlags, SeveralFlags
 from trainer.loading.torch_datasets import draws_put_back
@@ -241,7 +240,7 @@ def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | 
         with strategy.group.in_use():
             status = run_command(flags, argv, strategy)
             metrics, state = strategy.group.on_main(lambda: (_metrics_at_end(run), run.state))
-    if state == "preempted" and (environment is not None or status != 128 + signal.SIGINT):
+    if state == "preempted" and (environment is not None or status != EXIT_INTERRUPTED):
         sys.exit(status)
     return Fitted(metrics, run)
 
@@ -310,14 +309,12 @@ def _run_as_rank(
 def _ended(status: int, form: str, run: SavedRun) -> Fitted:
     if status == EXIT_BAD_INPUT:
         raise UserError(f"{form}: the processes that it started failed; see their messages on standard error")
-    # after SIGKILL, for example, state.json may still contain the state of an earlier start
-    was_stopped = status - 128 in STOP_SIGNALS and run.state == "preempted"
-    if status == 128 + signal.SIGINT and not was_stopped:
+    if status == EXIT_INTERRUPTED and run.state != "preempted":
         raise KeyboardInterrupt
-    if status != 0 and not was_stopped:
-        raise Failure(f"{form}: its processes ended with status {status}; see their messages", status)
-    if was_stopped and status != 128 + signal.SIGINT:
+    if status - 128 in STOP_SIGNALS and status != EXIT_INTERRUPTED:
         sys.exit(status)
+    if status not in (0, EXIT_INTERRUPTED):
+        raise Failure(f"{form}: its processes ended with status {status}; see their messages", status)
     return Fitted(_metrics_at_end(run), run)
 
 

@@ -70,6 +70,23 @@ def test_what_is_neither_is_refused(flag, content, refused, tmp_path):
     assert not contents(tmp_path / "run", REFUSAL)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        (
+            "x.ckpt",
+            {"epoch": 3, "state_dict": {"a": torch.ones(1)}},
+            "; save its entry 'state_dict' as",
+        ),
+        ("x.safetensors", None, ": is no file of torch; load it with safetensors, and torch.save it"),
+    ],
+)
+def test_weights_of_other_trainers_are_refused_with_what_to_do(name, content, told, run_here, tmp_path):
+    file = tmp_path / name
+    file.write_bytes(b'\x08\0\0\0\0\0\0\0{"a":{}}') if content is None else save(content, file)
+    assert told in run_here(*TINY, "--init-from", file, "--save-dir", tmp_path / "run", status=2).err
+
+
 def test_all_or_nothing():
     """A prefix is dropped only where that makes names known, and buffers count like parameters."""
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))

@@ -64,6 +64,8 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
         )
     if not _are_weights(state.get("model")):
         also = ", and is not a state dict either" if only_weights else ""
+        if with_weights := [name for name, value in state.items() if only_weights and value and _are_weights(value)]:
+            also += f"; save its entry {brief(with_weights[0])} as a file with torch.save, and give that file"
         raise UserError(f"{label}: is not a checkpoint: it has no entry `model` with weights{also}")
     try:
         state = brought_up_to_date(state)
@@ -96,6 +98,8 @@ def _load(path: Path, label: str, verified: bool) -> Any:
                 state = torch.load(file, map_location="cpu", weights_only=True)
             _refuse_more_than_its_file(state, path.stat().st_size)
         except Exception as error:  # arbitrary bytes can raise anything in a reader
+            if path.suffix == ".safetensors":
+                raise UserError(f"{label}: is no file of torch; load it with safetensors, and torch.save it") from None
             raise UserError(f"{label}: {_refusal_of(error)}") from None
     return state
 

@@ -85,27 +85,31 @@ def split_name(value: str, flag: str) -> tuple[Path, str]:
 
 
 def _import_file(path: Path, given: str, comes_first: bool) -> ModuleType:
-    """Imports a file as a module; does not replace another module of the same name."""
+    """Imports a file as a module, or as a module of its package; does not replace another module of the same name."""
     path = path.resolve()
-    folder = str(path.parent)
+    folder, root = str(path.parent), path.parent
+    while (root / "__init__.py").is_file():
+        root = root.parent
+    if str(root) not in (folder, *sys.path):
+        sys.path.append(str(root))
     if comes_first and sys.path[:1] != [folder]:
         sys.path.insert(0, folder)
         _put_first.append(folder)
     elif folder not in sys.path:
         sys.path.append(folder)
     try:
-        name = _module_name(path)
+        name = _module_name(path, ".".join(path.relative_to(root).with_suffix("").parts))
         return sys.modules[name] if name in sys.modules else _execute(path, name)
     except (ImportError, SyntaxError, SystemExit) as error:
         raise UserError(f"{given}: cannot import {path}: {type(error).__name__}: {error}") from None
 
 
-def _module_name(path: Path) -> str:
-    """Returns the name under which Python can import the file; if there is none, a name made from the full path."""
+def _module_name(path: Path, usual: str) -> str:
+    """Returns `usual` if Python can import the file under this name; otherwise, a name made from the full path."""
     with suppress(ImportError, ValueError):
-        spec = importlib.util.find_spec(path.stem)
+        spec = importlib.util.find_spec(usual)
         if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path:
-            return path.stem
+            return usual
     return "file" + re.sub(r"\W", "_", str(path))
 
 
