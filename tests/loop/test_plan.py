@@ -130,5 +130,5 @@ def test_a_task_order_that_changes_its_size_is_refused():
     order = TaskOrder("Mine.order('train')", lambda epoch: [np.arange(4 - epoch)], 4, 4, 4)
     assert list(order.bounds(0, 0)) == [(0, 4)]
     assert list(order.bounds(0, 1)) == [(1, 4)] and order.samples(0, 1, 4).tolist() == [1, 2, 3]
-    with pytest.raises(UserError, match="gives 3 samples in epoch 2"):
+    with pytest.raises(UserError, match="gives 3 samples and 0 empty batches in epoch 2"):
         list(order.bounds(1, 0))
