@@ -118,7 +118,7 @@ class KgatFlags(FlagGroup):
     )  # fmt: skip
     l2: float | None = flag(
         None, "factor of the L2 penalty; for each pair of a user and one of the user's items, the penalty is half the "
-        "sum of squares of both embeddings and, with --loss bpr, of the other item's embedding (default: depends on "
+        "sum of squares of both embeddings and, with --loss bpr, of the random other item's (default: depends on "
         "--model and --loss)", at_least=0, needs=_TRAINED,
     )  # fmt: skip
     kg_l2: float = flag(

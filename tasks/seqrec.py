@@ -59,8 +59,8 @@ class SeqrecFlags(FlagGroup):
 
     data_dir: Path | None = flag(
         None, "file of interactions; one interaction per line, with columns named user, item, time or similar, or "
-        "unnamed columns 'user item [rating] time'; CSV, text, JSON lines or parquet, also compressed; or MovieLens' "
-        "folder or zip (default: a generated catalogue; no download)", common=True, local=True,
+        "unnamed columns 'user item [rating] time'; CSV, text, JSON lines or parquet, also compressed; or a "
+        "MovieLens folder or zip (default: a generated catalogue; no download)", common=True, local=True,
     )  # fmt: skip
     user_column: str | None = flag(
         None, "name or number (from 1) of the user column (default: recognised by its name)", metavar="COLUMN"

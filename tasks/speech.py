@@ -108,8 +108,8 @@ class SpeechFlags(FlagGroup):
         None, "file of output symbols, one character or word per line (default: the symbols of the transcripts)"
     )
     batch_by: Literal["utterances", "seconds"] = flag(
-        "utterances", "what is nearly the same in all optimizer steps; utterances: the number of utterances; seconds: "
-        "the total duration of their audio",
+        "utterances", "what to keep nearly equal in all optimizer steps; utterances: their number; seconds: the total "
+        "duration of their audio",
     )  # fmt: skip
     num_mels: int | None = flag(
         None, "number of mel bands of the log-mel spectrogram (default: plmu 40, lmu 80)", at_least=1

@@ -16,7 +16,6 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from trainer.common.errors import UserError
-from trainer.common.tensors import is_coarse
 from trainer.config import FlagGroup, flag
 from trainer.loading.batches import Batch, KeyedDataset
 from trainer.loading.order import SampleKeys
@@ -113,7 +112,7 @@ class Rows(Objective):
     def _sum(self, name: str, row: object, num_samples: int) -> Tensor:
         """Sums a loss or metric over samples. Raises UserError unless `row` is a tensor with one number per sample."""
         if isinstance(row, Tensor) and row.shape == (num_samples,):
-            return row.sum(dtype=torch.float32 if is_coarse(row) else None)
+            return row.sum(dtype=torch.promote_types(row.dtype, torch.float32) if row.is_floating_point() else None)
         what = f"shape {tuple(row.shape)}" if isinstance(row, Tensor) else f"a {type(row).__name__}"
         raise UserError(
             f"fit: the loss returned {what} for {name!r}, but must return one number for each of the {num_samples} "

@@ -105,7 +105,7 @@ def _add_entry(entries: dict[tuple[str, ...], tuple[float, float]], line: str, o
     backoff = words.pop() if len(words) == order + 1 else "0"
     if len(words) != order:
         raise ValueError(
-            f"{place}: {line!r} does not have a log10 probability, {order} words and at most one backoff weight"
+            f"{place}: {line!r} must be a log10 probability, {order} words and optionally a backoff weight"
         )
     try:
         values = max(float(probability), _NEVER), max(float(backoff), _NEVER)

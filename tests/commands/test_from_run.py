@@ -263,14 +263,17 @@ def test_a_whole_path_leads_to_the_same_place(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["digest", "size"])
-def test_a_best_epoch_of_other_data_does_not_count_beside_scores_on_these(change, train, tmp_path, monkeypatch):
+def test_a_best_epoch_of_other_data_does_not_count_beside_scores_on_these(
+    change, train, refused, tmp_path, monkeypatch
+):
     task = ["--task", "digested" if change == "digest" else "weighted"]
     train(tmp_path, *task, "--epochs", 2, "--lr", 0.1)
     if change == "digest":
         monkeypatch.setattr(Digested, "digest", "second")
     other = ["--num-train", 32] * (change == "size")
     before = json.loads((tmp_path / "results.json").read_text())["best"]
-    assert "This run is finished" in train(tmp_path, *task, *other, "--epochs", 2)
+    told = "contains a finished run on other data"
+    refused([told], *TINY, "--save-dir", tmp_path, *task, *other, "--epochs", 2)
     assert json.loads((tmp_path / "results.json").read_text())["best"] == before
     out = train(tmp_path, *task, *other, "--epochs", 3, "--lr", 1e-12)  # which is no better
     assert f"The best checkpoint (epoch {before['epoch']}) was scored on other data, so the best score is reset" in out

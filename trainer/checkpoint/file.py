@@ -99,7 +99,7 @@ def _load(path: Path, label: str, verified: bool) -> Any:
             _refuse_more_than_its_file(state, path.stat().st_size)
         except Exception as error:  # arbitrary bytes can raise anything in a reader
             if path.suffix == ".safetensors":
-                raise UserError(f"{label}: is no file of torch; load it with safetensors, and torch.save it") from None
+                raise UserError(f"{label}: torch cannot load it; load it with safetensors, and torch.save it") from None
             raise UserError(f"{label}: {_refusal_of(error)}") from None
     return state
 

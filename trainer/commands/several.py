@@ -78,7 +78,7 @@ class Job:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the run has finished, and its flags have not changed since its last start."""
+        """Whether the run has finished and its flags are unchanged since its last start."""
         return bool(read_json(self.directory / RESULTS)) and not self.changed
 
     def refuse_another_run(self) -> None:

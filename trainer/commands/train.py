@@ -7,11 +7,12 @@ import os
 import shlex
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.manifest import CONFIG, RESULTS, STATE, State, read_config, read_json, read_state, retention_of
@@ -120,26 +121,25 @@ def _is_finished(run: Run, flags: Flags) -> bool:
     if is_finished and run.plan.has_validation:
         is_finished = not run.group.on_main(lambda: better_can_be_scored(run.directory, results))
     if is_finished:
-        run.group.on_main(lambda: _say_finished(run, flags))
+        in_epochs = flags.run.max_steps is None
+        length = f"{progress.position.epoch} epochs" if in_epochs else f"{progress.step} optimizer steps"
+        bounds = [flags.run.length_flag] if run.is_through else []
+        bounds += ["--early-stopping-patience"] if run.is_out_of_patience else []
+        raised = f"To continue training, raise {' and '.join(bounds)}"
+        train_on = raised if run.plan.total else "Its model is fitted, not trained"
+        run.group.on_main(lambda: _say_finished(path, run.facts, length, train_on))
     return is_finished
 
 
-def _say_finished(run: Run, flags: Flags) -> None:
-    progress, path = run.progress, run.directory.path
-    others = differences(changed_since_last_start(path, run.facts["config"]))
+def _say_finished(path: Path, facts: Mapping[str, Any], length: str, train_on: str) -> None:
+    others = differences(changed_since_last_start(path, facts["config"]))
     others = f", with {others}" if others else ""
-    digests = read_config(path).get("data_digest"), run.facts.get("data_digest")
+    digests = read_config(path).get("data_digest"), facts.get("data_digest")
     if None not in digests and digests[0] != digests[1]:
         raise UserError(
             f"--save-dir {path}: contains a finished run on other data{others}; choose another --save-dir, or start "
             "over with --fresh"
         )
-    length = f"{progress.position.epoch} epochs" if flags.run.max_steps is None else f"{progress.step} optimizer steps"
-    bounds = [flags.run.length_flag] if run.is_through else []
-    bounds += ["--early-stopping-patience"] if run.is_out_of_patience else []
-    train_on = (
-        f"To continue training, raise {' and '.join(bounds)}" if run.plan.total else "Its model is fitted, not trained"
-    )
     say(
         f"This run is finished: {path} contains its results after {length}{others}. {train_on}; to start over, add "
         "--fresh; for another run, choose another --save-dir."

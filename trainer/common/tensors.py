@@ -16,11 +16,6 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "to_local")  # isinstance would import DTensor, which takes seconds
 
 
-def is_coarse(tensor: Tensor) -> bool:
-    """Returns whether a tensor has a floating-point type of less than 32 bits."""
-    return tensor.is_floating_point() and tensor.itemsize < 4
-
-
 def local_shards(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns this process's shard of each DTensor, possibly empty, and other tensors unchanged, without copies."""
     return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]

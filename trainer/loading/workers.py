@@ -127,7 +127,7 @@ class Workers:
     def load(self, number: int, keys: Iterable[SampleKeys], trains: bool, ahead: bool) -> Iterator[Batch]:
         """Returns an iterator over batches of a loader, in the order of keys.
 
-        number: result of `add`. trains: whether the batches are for training; a trial of the workers times only these.
+        number: result of `add`. trains: whether the batches are for training; a trial measures only training batches.
         ahead: whether only idle workers may make the batches.
         """
         keys = map(self.completed, keys) if self._for_gpu else keys

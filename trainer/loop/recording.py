@@ -266,8 +266,8 @@ def difference(
     """Returns the name of a value that differs from the expected value beyond rounding, or None.
 
     replayed: replays the graph and returns the values. The tolerance grows with the difference between replays, which
-    comes from nondeterministic sums. Numbers from the host are equal in all replays, so they do not widen the tolerance
-    if they are outdated. rounding: maximum tolerance, relative to a tensor's largest absolute value.
+    comes from nondeterministic sums. A number that the host computed during the capture is equal in all replays, so
+    an outdated one is detected. rounding: maximum tolerance, relative to a tensor's largest absolute value.
     """
     if expected.keys() != found.keys():
         return min(expected.keys() ^ found.keys())

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from trainer.common.errors import UserError
-from trainer.common.tensors import is_coarse
 from trainer.parallel.devices import queue_of
 from trainer.parallel.group import Group, require_shape
 from trainer.task import Objective, Outputs, PerSample, Sums
 
+COARSE = torch.float16, torch.bfloat16
+"""Types that round a sum over samples, or overflow."""
 HOST = torch.device("cpu")
 FOLD_EVERY = 64
 """Number of `add` calls after which stored tensors are summed: large enough for speed, small enough for memory."""
@@ -122,10 +123,8 @@ def require_sums(sums: object, objective: nn.Module, phase: str | None) -> None:
         problem = f"returns a value named {strange[0]!r} of type {type(strange[0]).__name__}; name it by a string"
     elif "weight" in sums:
         problem = "returns 'weight', a name reserved for the number of loss terms; rename it"
-    elif coarse := [name for name, value in sums.items() if isinstance(value, Tensor) and is_coarse(value)]:
-        problem = (
-            f"returns {coarse[0]!r} as {sums[coarse[0]].dtype}, too coarse for sums; use .sum(dtype=torch.float32)"
-        )
+    elif coarse := [name for name, value in sums.items() if getattr(value, "dtype", None) in COARSE]:
+        problem = f"returns {coarse[0]!r} in {sums[coarse[0]].dtype}; sum in float32, with .sum(dtype=torch.float32)"
     elif phase is None:
         return
     elif "loss" not in sums:

@@ -83,8 +83,8 @@ class PerformanceProfiler:
     def profile_memory(self) -> Results:
         """Measures `parameters_mib`, `buffers_mib`, `gradients_mib`, `saved_for_backward_mib` and `peak_memory_mib`.
 
-        `saved_for_backward_mib` counts tensors that autograd saves for one batch, without weights. `peak_memory_mib` is
-        the peak during forward and backward: of tensors on a GPU, of the whole process on the CPU.
+        `saved_for_backward_mib` counts the tensors, except weights, that autograd saves for a batch. `peak_memory_mib`
+        is the peak during forward and backward: of tensors on a GPU, of the whole process on the CPU.
         """
         with self._measuring() as batches:
             self.model.train()

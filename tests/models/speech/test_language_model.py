@@ -91,7 +91,7 @@ def test_compressed_files(tmp_path, written):
         ("-0.25 a", "-0,25 a", "line 9: -0,25 is not a log10 probability, or -0.125 is not a log10 backoff"),
         ("-0.25 a", "0.25 a", "line 9: 0.25 is not a log10 probability, or -0.125 is not a log10 backoff"),
         ("-0.25 a -0.125", "-0.25 a nan", "line 9: -0.25 is not a log10 probability, or nan is"),
-        ("\ta b\n", "\ta b c d\n", "does not have a log10 probability, 2 words and at most one back"),
+        ("\ta b\n", "\ta b c d\n", "must be a log10 probability, 2 words and optionally a back"),
         ("-0.75\tb", "-0.75\ta", "line 10: 'a' occurs twice"),
     ],
 )
