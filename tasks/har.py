@@ -328,7 +328,7 @@ class HarTask(Task):
         return WindowFormat(tuple(own["channels"]), tuple(own["classes"]), length, hop, rate_hz)
 
     def describe_data(self) -> Mapping[str, Any]:
-        """Returns channels and classes of the user's recordings, and a detected sampling rate if it is not 50 Hz."""
+        """Returns channels and classes of the user's recordings, and the detected sampling rate unless it is 50 Hz."""
         if not self._has_own:
             return {}
         return self.data_facts or self._facts_of_own
@@ -481,7 +481,7 @@ class HarTask(Task):
         return {name: [f"{x:.6g}" for x in row.tolist()] for name, row in zip(recordings.channels, rows, strict=True)}
 
     def _doubt_units(self, model: Standardised) -> None:
-        """Warns once if the signals to classify probably have other physical units than the training data."""
+        """Warns once if the signals to classify and the training data probably have different physical units."""
         if self._new is not None and not self._has_doubted:
             self._has_doubted = True
             mean, std = (statistic.flatten().double().cpu().numpy() for statistic in (model.mean, model.std))
@@ -491,7 +491,7 @@ class HarTask(Task):
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """Returns columns with each window's index, start and end time, predicted activity and class probabilities.
 
-        Times are in seconds, and empty for windows from a .npy file. Copies the file's columns of person and trial.
+        Times are in seconds, and empty for windows from a .npy file. Includes the file's columns of person and trial.
         """
         assert isinstance(objective, HarObjective)
         self._doubt_units(objective.model)

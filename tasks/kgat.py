@@ -251,7 +251,7 @@ class KgatTask(RecommenderTask):
         return digest_of(*(array for own in lists for array in (own.offsets, own.items)), *graph)
 
     def remarks(self) -> Sequence[str]:
-        """Returns a summary table of the user's data, and notes on items and users that get no recommendations."""
+        """Returns notes on the user's data, on items that are never recommended, and on dropped `--predict` lines."""
         if self.config.data_dir is None:
             return self._of_new_users
         catalogue, hidden = self.catalogue, self.catalogue.unknown_items
@@ -304,7 +304,7 @@ class KgatTask(RecommenderTask):
         return max(1, round(batch_size * self.config.kg_batch_ratio)) if phase == "kg" else batch_size
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """Returns indices: with `--loss softmax`, of the users with the most items; otherwise, of the first samples."""
+        """With `--loss softmax`, returns indices of the users with the most items, otherwise of the first samples."""
         dataset = self._datasets[phase]
         if not isinstance(dataset, UserItems):
             return super().largest_samples(phase, epoch, count)
@@ -461,7 +461,7 @@ class KgatTask(RecommenderTask):
     def exported(self, objective: Objective, batch: Batch) -> Exported:
         """Exports a module that maps users to scores of all items; it contains final embeddings, but no graph.
 
-        A simple model is exported as is; it maps histories of items, numbered from 1, to scores (column 0: padding).
+        A simple model is exported as is; it maps histories to scores. Items are numbered from 1, and 0 is padding.
         """
         if isinstance(objective, SimpleObjective):
             inputs = objective.histories(batch["user"])

@@ -51,7 +51,7 @@ def count_edits(references: Sequence[Sequence[Hashable]], hypotheses: Sequence[S
 def _count_edits(references: list[list[int]], hypotheses: list[list[int]]) -> np.ndarray:
     """Returns the numbers of substitutions, deletions and insertions of all pairs: (3, n).
 
-    A row of costs is a running minimum of costs without insertions: cost[j] = min_{k <= j} without[k] + (j - k) * gap.
+    Alignments can end in insertions, which `without` excludes: cost[j] = min_{k <= j} without[k] + (j - k) * gap.
     """
     reference, num_reference = _padded(references, -1)
     hypothesis, num_hypothesis = _padded(hypotheses, -2)
@@ -98,7 +98,7 @@ def align(reference: Sequence[Hashable], hypothesis: Sequence[Hashable]) -> list
 
 
 def _costs(num_reference: int, num_hypothesis: int) -> tuple[int, int]:
-    """Returns the costs n of a substitution and n + 1 of a deletion or insertion, for n = 1 + the sum of the lengths.
+    """Returns the cost n of a substitution, and n + 1 of a deletion or insertion; n is 1 + the sum of the lengths.
 
     An alignment has fewer than n deletions and insertions. Dividing its total cost by n therefore gives the number of
     edits, and the remainder is the total number of deletions and insertions.

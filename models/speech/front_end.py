@@ -38,18 +38,18 @@ class LogMel(nn.Module):
     """Computes normalised log-mel features, (B, T, F), of audio, (B, S).
 
     A frame is `window_s` seconds of audio, multiplied by a periodic Hann window. Frame t starts at sample t * hop. The
-    module uses all frames that fit into the utterance, and at least one frame. It computes the power spectrum of a
-    frame with an FFT whose length is a power of two, and sums the spectrum with the weights of num_mels triangular
-    filters. The triangles are equally spaced and linear on HTK's mel scale, 2595 log10(1 + f / 700 Hz), from LOWEST_HZ
-    to half the sample rate. A feature is the natural logarithm of max(sum, FLOOR). The window is scaled so that white
-    noise of variance v has power v at each frequency.
+    module uses all frames that fit into the utterance, and pads a shorter utterance to one frame. It computes the power
+    spectrum of a frame with an FFT whose length is a power of two, and a weighted sum of the spectrum with each of
+    num_mels triangular filters. The triangles are equally spaced and linear on HTK's mel scale, 2595 log10(1 + f / 700
+    Hz), from LOWEST_HZ to half the sample rate. A feature is the natural logarithm of max(sum, FLOOR). The window is
+    scaled so that white noise of variance v has power v at each frequency.
 
     Features are computed in the dtype of the module's buffers, also under autocast. Padding has no effect, and features
     beyond the end of an utterance are 0.
 
     masking_db: with normalise="utterance", level of white noise added to each frame, in decibels below the utterance's
         mean power. The noise masks weaker sounds, such as room noise in pauses.
-    normalise: statistics for normalisation to (x - mean) / std, with one mean per mel bin and one std for all bins.
+    normalise: statistics to use in (x - mean) / std, with one mean per mel bin and one std for all bins.
         "utterance": statistics of the utterance's frames.
         "fixed": statistics of the training data, which `fit_statistics` stores in the buffers `mean` and `std`.
         "running": statistics of all frames so far, combined with the "fixed" statistics, which count as PRIOR_FRAMES
@@ -231,7 +231,7 @@ def _within(positions: Tensor, spans: Tensor) -> Tensor:
 def _causal_sums(x: Tensor) -> Tensor:
     """Returns the cumulative sums of x, (..., T, F), over time.
 
-    Adds x to itself, shifted by 1, 2, 4, ... frames, because `cumsum` is nondeterministic on a GPU and has larger
+    Adds partial sums, shifted by 1, 2, 4, ... frames, because `cumsum` is nondeterministic on a GPU and has larger
     rounding errors. Compiled and exported programs use `cumsum`, because their number of operations must be fixed.
     """
     if torch.compiler.is_compiling():

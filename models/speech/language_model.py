@@ -131,7 +131,7 @@ def _check_counts(entries: dict[tuple[str, ...], tuple[float, float]], counts: d
 class Scorer(ABC):
     """Base class of language models whose scores are added to the log-probabilities of prefixes.
 
-    A state is the index of a word or symbol context, whose scores a table caches.
+    A state is the index of a word or symbol context in a table that caches scores.
     """
 
     def __init__(self, num_symbols: int) -> None:
@@ -192,7 +192,7 @@ class Scorer(ABC):
 class SymbolScorer(Scorer):
     """Scores a symbol by the bonus, plus the symbol's weighted log-probability if an n-gram model is given.
 
-    symbols: (V,), names of the symbols, blank first. The n-gram model may call the space any of `SPACE_NAMES`.
+    symbols: (V,), names of the symbols, blank first. The n-gram model may use any of `SPACE_NAMES` for the space.
     """
 
     def __init__(self, ngram: NGram | None, symbols: Sequence[str], weight: float, bonus: float) -> None:

@@ -28,8 +28,8 @@ def discrete_system(
 ) -> tuple[Tensor, Tensor]:
     """Returns A_d (N, N) and B_d (N,) of m_t = A_d m_(t-1) + B_d u_t. The caller must not modify the tensors.
 
-    The signal is constant within a time step (zero-order hold). One matrix exponential in float64 computes both tensors
-    (Van Loan, 1978). theta: window length in time steps, above 0.
+    The discretisation holds the signal constant within a time step (zero-order hold). One matrix exponential in float64
+    computes both tensors (Van Loan, 1978). theta: window length in time steps, above 0.
     """
     with torch.inference_mode(False), torch.no_grad():
         a, b = continuous_system(memory_size)

@@ -59,7 +59,7 @@ class LMU(nn.Module):
 class _Recurrence(torch.autograd.Function):
     """Computes all time steps of an LMU, with one matrix product per step.
 
-    Substituting m_t in W_m m_t makes m_t and the argument g_t of tanh linear in the previous state:
+    Both m_t and the argument g_t of tanh depend linearly on the previous state; the input contributes p_t:
 
         [m_t, g_t] = G [m_(t-1), h_(t-1)] + p_t
 

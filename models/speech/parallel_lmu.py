@@ -30,9 +30,9 @@ class ParallelLMU(nn.Module):
         m_t = A_d m_(t-1) + B_d u_t                   `memory_size` numbers per channel
         o_t = f(W_m m_t + W_x x_t + b_o)              `hidden_size` numbers
 
-    For small memories and sequences, m is the product of u and a Toeplitz matrix of the memory's impulse response.
-    Otherwise W_m m is the convolution of u with the kernel W_m A_d^k B_d. Fourier transforms compute it without storing
-    m. W_m is applied to m scaled by `orthonormal_scale`.
+    For small layers and short sequences, the layer computes m as the product of u and a Toeplitz matrix of the memory's
+    impulse response. Otherwise it convolves u with the kernel W_m A_d^k B_d by Fourier transforms, and does not store
+    m. The weights W_m refer to m scaled by `orthonormal_scale`.
 
     theta: window length of the memory in time steps, above 0. bidirectional: whether each channel has a second memory,
     which runs backwards from the end of the sequence. signal_activation, activation: f_u and f.
@@ -148,7 +148,7 @@ class ParallelLMU(nn.Module):
 
 
 class _Responses(NamedTuple):
-    """Impulse response of a memory, and the spectrum of the impulse response times `scale`."""
+    """Impulse response of a memory, and the spectrum of the scaled response."""
 
     impulse: Tensor
     """Impulse response, (memory_size, size // 2)."""

@@ -43,7 +43,7 @@ def _attend_to_few(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Non
 
 
 class Attention(nn.Module):
-    """Projections (..., width) -> (..., heads, width / heads) of multi-head attention; the caller applies `attend`."""
+    """Projections of multi-head attention, (..., width) -> (..., heads, width / heads); the caller applies `attend`."""
 
     def __init__(self, width: int, num_heads: int, bias: bool = False) -> None:
         """Creates the projections. width: a multiple of num_heads."""

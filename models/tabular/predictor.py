@@ -66,9 +66,9 @@ def predict(
     context: (N, m), queries: (Q, m); missing values are NaN. labels: (N,) int64, from 0 to num_classes - 1.
     num_estimators: number of members. seed: determines the random orders and samples.
     temperature: divisor of the logits.
-    max_cells: maximum number of rows times columns in one forward pass, to limit memory. A pass may exceed the limit,
-        because it contains all context rows of one member, and at least max(64, number of context rows / 4) query rows
-        if there are that many. Results for different max_cells differ only by rounding.
+    max_cells: maximum number of rows times columns in one forward pass, to limit memory. A pass may exceed the limit
+        if the context rows of one member and max(64, number of context rows / 4) query rows do not fit. Results for
+        different max_cells differ only by rounding.
     """
     probabilities = torch.zeros(len(queries), num_classes, dtype=torch.float64)
     present, codes = np.unique(labels.numpy(force=True), return_inverse=True)
