@@ -77,8 +77,8 @@ STRICT = Reading()
 class LeftOut:
     """Counts input that is dropped or filled in, and notes a detected encoding.
 
-    found: maps an action, such as "Left out", and a kind of input to a count and the first example. note: a sentence
-    about the encoding, or "".
+    found: maps (action, kind of input) to (count, first example); an action is, for example, "Left out". note: a
+    sentence about the encoding, or "".
     """
 
     reading: Reading = STRICT
@@ -98,7 +98,7 @@ class LeftOut:
             self.found[action, kind] = before + num, first
 
     def counts(self) -> dict[str, int]:
-        """Maps the description of each kind of input, with its first example, to its count."""
+        """Returns the count of each kind of input, keyed by a description with the first example."""
         return {f"{kind}, such as {first}": num for (_, kind), (num, first) in self.found.items()}
 
     def remarks(self) -> list[str]:
@@ -273,9 +273,9 @@ def _lines(text: Iterator[str], where: str, split: Split) -> Iterator[Line]:
 
 
 def json_lines(text: Iterator[str]) -> Iterator[Line]:
-    """Yields the names of all entries in the first thousand JSON objects, then the entries of each object.
+    """Yields the keys of the first thousand JSON objects as column names, then the values of each object.
 
-    The text has one object per line. Missing entries become ""; a line that is not an object becomes a single field.
+    The text has one object per line. Missing values become ""; a line that is not an object becomes a single field.
     An object that contains a list of records yields one line per record.
     """
     objects = ((number, line, _object(line)) for number, line in enumerate(text, start=1) if not line.isspace())
@@ -291,7 +291,7 @@ def json_lines(text: Iterator[str]) -> Iterator[Line]:
 
 
 def _object(line: str) -> list[dict[str, Any]]:
-    """Parses a line in JSON, or in the Python syntax of Steam's data sets, to records; returns [] for other lines."""
+    """Parses a line in JSON, or in the Python syntax of Steam's data sets, into records; returns [] for other lines."""
     try:
         found = json.loads(line, parse_int=str, parse_float=str, parse_constant=str)
     except (ValueError, RecursionError):

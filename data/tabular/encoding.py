@@ -61,7 +61,7 @@ class ColumnCode:
         return column.looked_up(lambda text: places.get(key(text), np.nan))
 
     def remarks(self, column: Column, source: Column) -> list[str]:
-        """Returns sentences about a new column's values that count as missing or are read differently from training.
+        """Returns sentences about a new column's values that count as missing or have another format than in training.
 
         source: the column itself, or the column of dates from which it is derived.
         """
@@ -125,7 +125,7 @@ class Encoding:
             )
 
     def remarks(self, table: Table) -> list[str]:
-        """Returns sentences about contents of a new table that cannot be used or are read differently from training."""
+        """Returns sentences on how a new table was read, on ignored columns, and on the values of other columns."""
         known = {code.name: code for code in self.columns}
         used = {name.rpartition(" (")[0] for name in known}  # includes date columns, which features are derived from
         others = [name for name in table.names if name not in {*known, *used} and name != self.label]

@@ -116,8 +116,8 @@ def stratified_hold_out(labels: np.ndarray, share: float, seed: int, stream: int
     """Returns the positions of training rows and of held-out rows, (k,) int64 each, ascending, stratified by class.
 
     Random numbers are a function of (seed, stream, position of the row). The number of held-out rows is the rounded
-    share of all rows, except that a class with a single row has no held-out row, and any other class has at least one
-    held-out row and one training row.
+    share of all rows, before two corrections: the only row of a class is a training row, and every larger class has at
+    least one row in each part.
 
     labels: (n,) int64, at least 0. share: share of rows to hold out, above 0 and below 1.
     """
@@ -132,7 +132,7 @@ def stratified_hold_out(labels: np.ndarray, share: float, seed: int, stream: int
 
 
 def _rounded(sizes: np.ndarray, share: float) -> np.ndarray:
-    """Returns the number of held-out rows of each class, share * sizes rounded by the largest-remainder method."""
+    """Returns each class's number of held-out rows: share * size, by the largest-remainder method, then corrected."""
     exact = share * sizes
     num_held = np.floor(exact).astype(np.int64)
     num_missing = round(share * int(sizes.sum())) - int(num_held.sum())

@@ -1,4 +1,4 @@
-"""Toy classification problems that differ from the pre-training tables, to test how a model generalises."""
+"""Toy classification problems that differ from the pre-training tables, for testing how a model generalises."""
 
 from collections.abc import Callable
 

@@ -28,12 +28,12 @@ def read_table(path: Path, flag: str = "--data-dir", reading: Reading = STRICT) 
     """Reads a table. Columns of a CSV contain strings, which `Column.typed` can convert to numbers.
 
     path:
-        A CSV with a header, JSON lines, or parquet: plain, compressed, or as the only table of an archive. A CSV has
-        columns separated by commas, semicolons (then 1,234 probably has a decimal comma), tabs, | or blanks. Quotes and
-        spaces around a value are removed.
+        A CSV with a header, JSON lines, or parquet: plain, compressed, or as the only table of a folder or archive.
+        A CSV has columns separated by commas, semicolons (then 1,234 probably has a decimal comma), tabs, | or blanks.
+        Quotes and spaces around a value are removed.
         A .npz file with X of shape (n, m), numbers or strings; optionally y of shape (n,), which becomes the column y;
         and optionally names of shape (m,), the names of the columns of X.
-        A folder or archive with tables for training, test and perhaps validation, of which --data-dir reads the
+        A folder or archive with tables for training, test and perhaps validation. The flag --data-dir reads the
         training table, and other flags read the test table.
     flag: the flag that gave the path. reading: encoding, and treatment of bad lines.
 

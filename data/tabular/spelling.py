@@ -104,7 +104,7 @@ UNKNOWN = Likely()
 
 
 class Reading(NamedTuple):
-    """Decision whether a column is numeric. spelling: format of the numbers, or None for categories.
+    """Tells whether a column is numeric. spelling: format of the numbers, or None for categories.
 
     doubt: why the column is not numeric although most of its cells look like numbers, or "".
     """
@@ -114,7 +114,7 @@ class Reading(NamedTuple):
 
 
 def reading_of(texts: Sequence[str], counts: np.ndarray, likely: Likely = UNKNOWN) -> Reading:
-    """Detects whether a column contains numbers, and their format.
+    """Decides whether a column is numeric, and detects its number format.
 
     The decimal separator is the point or the comma, whichever turns more rows into numbers. A column is numeric if
     nearly all rows are numbers, or if all other rows mark missing values.
@@ -266,10 +266,9 @@ def _are_nearly_all(fits: np.ndarray, counts: np.ndarray) -> bool:
 def _doubt(texts: Sequence[str], counts: np.ndarray, numbers: np.ndarray, rival: np.ndarray, likely: Likely) -> str:
     """Explains why the chosen decimal separator may be wrong; returns "" if there is no doubt.
 
-    numbers: values with the chosen separator. rival: values with the other one; if they never differ, nothing is in
-    doubt. Some rows may be numbers with only one of the two separators; the chosen one must fit nearly all of these
-    rows. Without such rows, the separator is in doubt only if strings such as 1,234 and 1500 both occur, and likely is
-    UNKNOWN.
+    numbers: values with the chosen separator. rival: values with the other one. If no string has two different values,
+    there is no doubt. If some strings are numbers with only one separator, the chosen one must fit nearly all of their
+    rows. Otherwise, there is doubt only if `likely` is UNKNOWN and strings such as 1,234 and 1500 both occur.
     """
     is_read, is_rival = ~np.isnan(numbers), ~np.isnan(rival)
     is_other, is_shown = is_read & is_rival & (numbers != rival), is_read != is_rival

@@ -65,9 +65,9 @@ class Column:
 
     @classmethod
     def of_values(cls, name: str, values: np.ndarray) -> "Column":
-        """Builds a column from an array of shape (n,); values other than numbers are converted to strings.
+        """Builds a column from an array of shape (n,); the elements of a non-numeric array become strings.
 
-        Booleans become the same strings in a boolean array as in an object array with missing values.
+        Booleans become "True" and "False", whether the array's dtype is bool or object.
         """
         if values.dtype.kind in "fiu":
             return cls(name, values.astype(np.float64))
@@ -114,7 +114,7 @@ class Column:
 
     @cached_property
     def reading(self) -> Reading:
-        """Detects whether the column's strings are numbers, and the format of the numbers."""
+        """Decides whether the column is numeric, and detects its number format."""
         if self.texts is None:
             return Reading(self.spelling)
         return reading_of(self.distinct_texts, self.counts, self.likely)
@@ -157,9 +157,9 @@ class Column:
 
     @cached_property
     def dates(self) -> dict[str, np.ndarray]:
-        """Maps "day first", "month first" and "" to the distinct strings as seconds since 1970, (k,) float64.
+        """Returns the distinct strings as seconds since 1970, (k,) float64, by order: "day first", "month first" or "".
 
-        Strings that are not dates in that order become NaN; for "", so do dates that need an order.
+        Strings that are not dates in this order become NaN. For "", only dates that are equal in both orders are valid.
         """
         read = [moment_of(text) if _DATE.fullmatch(text) else (np.nan, np.nan) for text in self.distinct_texts]
         day_first, month_first = np.array(read, np.float64).reshape(-1, 2).T
@@ -168,7 +168,7 @@ class Column:
 
     @property
     def date_order(self) -> str | None:
-        """Returns the key of `dates` with the most valid dates, "" if possible; None if day and month are ambiguous."""
+        """Returns the key of `dates` with the most valid dates, "" in a tie; None if day and month are ambiguous."""
         num_valid = {order: int(np.isfinite(seconds).sum()) for order, seconds in self.dates.items()}
         order = max(num_valid, key=num_valid.__getitem__)
         return None if order and num_valid["day first"] == num_valid["month first"] else order

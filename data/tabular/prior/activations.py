@@ -1,6 +1,6 @@
 """Random activation functions of a causal model's units, tabulated on a grid.
 
-The module uses only torch functions that round alike at every position of a tensor: exp, log, sin, tanh and arithmetic.
+The module uses only torch functions, such as exp and tanh, whose rounding does not depend on an element's position.
 Other functions, such as F.silu, round the last elements of a tensor differently.
 """
 

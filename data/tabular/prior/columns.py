@@ -38,9 +38,9 @@ def draw_columns(random: TableRandom, settings: PriorSettings, units: Tensor) ->
 
 
 def without_outliers(x: Tensor) -> Tensor:
-    """Clips standardised columns, (..., T), at 4 standard deviations and standardises them again.
+    """Clips standardised columns, (..., T), at 4 standard deviations from the mean and standardises them again.
 
-    The mean and standard deviation for the bounds come from columns clipped to [-4, 4].
+    Both statistics are computed from a copy that is clipped to [-4, 4].
     """
     inner = x.clamp(-_MOST_DEVIATIONS, _MOST_DEVIATIONS)
     mean = inner.mean(-1, keepdim=True)

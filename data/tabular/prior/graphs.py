@@ -1,4 +1,4 @@
-"""Computes the units (hidden variables) of a synthetic table by a random graph of functions.
+"""Computes the units (hidden variables) of a synthetic table with a random graph of functions.
 
 The design follows TabICLv2 (Qu et al., arXiv 2602.11139, section 5): sparse and dense graphs, networks, Gaussian
 processes, trees, linear and quadratic functions, products, and hyper-parameters that are correlated within a table.
@@ -74,7 +74,7 @@ _Function = Callable[[_Habits, np.ndarray, int], np.ndarray]
 def draw_graph(seed: int, number: int, attempt: int, num_columns: int, num_classes: int, num_rows: int) -> np.ndarray:
     """Draws the standardised units of one table, (num_columns + num_classes, T) float32.
 
-    The last num_classes units belong to one node; the classes are derived from these units.
+    The classes are derived from the last num_classes units, which belong to one node.
     """
     habits = _Habits(np.random.default_rng([2, attempt, number, seed % 2**63]))
     random = habits.random
@@ -105,7 +105,7 @@ def _edges(random: Generator, num_nodes: int) -> list[np.ndarray]:
 
 
 def _node(habits: _Habits, parents: list[np.ndarray], width: int, num_rows: int) -> np.ndarray:
-    """Computes a node's units from its parents by one or several functions; for a node without parents, draws units."""
+    """Computes a node's units from its parents with one or several functions; draws the units if it has no parents."""
     if not parents:
         return _root(habits, width, num_rows)
     if len(parents) == 1 or habits.share("together") < 0.5:

@@ -99,7 +99,7 @@ def _nearest(units: Tensor, rows: Tensor, num_prototypes: Tensor) -> Tensor:
 
 
 def _with_errors(random: TableRandom, labels: Tensor) -> Tensor:
-    """Replaces some labels by labels of other rows, in 30% of the tables."""
+    """Replaces some labels with labels of other rows, in 30% of the tables."""
     rate = random.between(0, 0.3, 1) * random.chance(0.3, 1)
     num_rows = labels.shape[1]
     other = labels.gather(1, (torch.arange(num_rows) + random.integer(1, num_rows - 1, 1)) % num_rows)
