@@ -16,10 +16,10 @@ _MOST_CHARACTERS = 64
 
 
 def moments_of(lines: Sequence[Line], columns: Sequence[int], decimal_comma: bool) -> np.ndarray:
-    """Converts cells to (lines, columns, 2) float64: numbers are kept, dates and times become seconds, other text NaN.
+    """Converts cells to numbers, (lines, columns, 2) float64.
 
-    A date such as 5/6/2024 has two values, with the day first and with the month first; `settled` chooses one of them.
-    The two values of any other cell are equal.
+    Dates and times become seconds, and other text becomes NaN. A date such as 5/6/2024 has two values, with the day
+    first and with the month first; `settled` chooses one of them. The two values of any other cell are equal.
     """
     found = [[moment_of(fields[column].strip(), decimal_comma) for column in columns] for _, fields in lines]
     return np.array(found, np.float64).reshape(len(lines), len(columns), 2)
@@ -28,7 +28,7 @@ def moments_of(lines: Sequence[Line], columns: Sequence[int], decimal_comma: boo
 def settled(moments: np.ndarray) -> np.ndarray:
     """Chooses whether the day or the month comes first in the dates of each column: (n, K, 2) -> (n, K) float64.
 
-    The order with more valid dates is chosen. If both orders have the same number of valid dates but different time
+    The order with more valid dates is chosen. If both orders give the same number of valid dates but different time
     steps between rows, the column becomes NaN.
     """
     day_first, month_first = np.moveaxis(moments, 2, 0)

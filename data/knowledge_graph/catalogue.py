@@ -61,14 +61,14 @@ class ItemLists(Movable):
         return self.items[self.offsets[user] : self.offsets[user + 1]]
 
     def contain(self, users: np.ndarray, items: np.ndarray) -> np.ndarray:
-        """Returns whether the lists contain each pair of user and item, (n,) int64 each: (n,) bool."""
+        """Returns, for each pair of user and item, (n,) int64 each, whether the lists contain it: (n,) bool."""
         stride = max(int(self.items.max(initial=0)), int(items.max(initial=0))) + 1
         pairs, own = users * stride + items, self.users * stride + self.items
         position = np.searchsorted(own, pairs)
         return np.append(own, -1)[position] == pairs
 
     def where(self, chosen: np.ndarray) -> "ItemLists":
-        """Returns lists, for all users, that keep only the chosen pairs. chosen: (n,) bool."""
+        """Returns lists of the same users with only the chosen pairs. chosen: (n,) bool."""
         return ItemLists(np.concatenate([[0], np.cumsum(chosen)])[self.offsets], self.items[chosen])
 
     def joined_with(self, other: "ItemLists") -> "ItemLists":

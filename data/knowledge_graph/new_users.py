@@ -70,9 +70,9 @@ class Recommendations:
         return len(self.users) * self.num_places
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, np.ndarray]:
-        """Returns {"user": (B,), "place": (B,), rank from 0, "seen": (B, S), padded with num_items}, all int64.
+        """Returns {"user": (B,), "place": (B,), "seen": (B, S)}, all int64.
 
-        "seen" are items of training and validation, which are not recommended.
+        "place" counts ranks from 0. "seen" are the users' items in `Catalogue.seen`, padded with num_items.
         """
         row, place = np.divmod(keys.index, self.num_places)
         users = self.users[row]

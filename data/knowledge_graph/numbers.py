@@ -52,7 +52,7 @@ class Numbers:
         return self.values[self.offsets[:-1]]
 
     def columns(self, names: str) -> np.ndarray:
-        """Returns values (rows, columns), one column per word of `names`. Raises UserError for any other row length."""
+        """Returns values (rows, columns), one column per word of `names`. Raises UserError for other row lengths."""
         num_columns = len(names.split())
         wrong = np.flatnonzero(np.diff(self.offsets) != num_columns)
         if len(wrong):
@@ -63,8 +63,8 @@ class Numbers:
     def refuse(self, is_wrong: np.ndarray, reason: str, rows: np.ndarray | None = None, **values: np.ndarray) -> None:
         """Raises UserError for the first wrong value. is_wrong: (n,) bool.
 
-        reason: template of the message; for the first wrong value i, {name} becomes values[name][i]. rows: (n,), row of
-        each value; by default, value i is in row i.
+        reason: template of the message; {name} becomes the element of values[name] at the wrong value. rows: (n,), row
+        of each value; by default, value i is in row i.
         """
         if is_wrong.any():
             i = int(np.argmax(is_wrong))

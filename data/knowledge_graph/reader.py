@@ -8,7 +8,7 @@ The layout of KGCN (Wang et al., WWW 2019) has `ratings_final`, with a line `use
 means that the user has the item; `kg_final`; and optionally `item_index2entity_id.txt`, with a line per item.
 `ratings_final` and `kg_final` end in `.txt` or `.npy`; `.npy` takes precedence.
 
-`data.knowledge_graph.tables` reads other data sets, which must be tables with named columns.
+`data.knowledge_graph.tables` reads other data sets: tables with named columns.
 """
 
 from dataclasses import dataclass
@@ -190,7 +190,7 @@ def _read_kgcn(files: DataFiles, file: DataFile, seed: int) -> Catalogue:
 
 
 def _read_graph(files: DataFiles, num_items: int) -> tuple[np.ndarray, tuple[str, ...]]:
-    """Reads the distinct triples, (m, 3) int32, and the relations' names; both are empty if their file is missing."""
+    """Reads the distinct triples, (m, 3) int32, and the relations' names; each is empty if its file is missing."""
     file, names = files.find(*_GRAPH_FILES), _read_relation_names(files)
     if file is None:
         return NO_TRIPLES, names

@@ -1,7 +1,7 @@
 """Data sets of a recommender: interactions, triples of the graph, and users for whom items are ranked.
 
-Random draws are functions of seed, epoch and sample index, and do not depend on the batch. Negatives are drawn without
-rejection (see `ItemSets`).
+Random draws depend on seed, epoch and sample index, but not on the batch. Negatives are drawn without rejection (see
+`ItemSets`).
 """
 
 from functools import lru_cache
@@ -31,10 +31,10 @@ class BprSamples(Movable):
     rows_alike = True
 
     def __init__(self, catalogue: Catalogue, seed: int, draw: Literal["users", "interactions"] = "users") -> None:
-        """Creates the data set. draw: "users" or "interactions".
+        """Creates the data set. With `draw` "interactions", sample i is interaction i.
 
-        "users": in each epoch, users come from one random permutation after another. The positive is drawn uniformly
-        from the user's items, as in the published code of KGAT. "interactions": sample i is interaction i.
+        With "users", the samples of an epoch go through the users repeatedly, each time in a new random order. A sample
+        draws its positive uniformly from its user's items, as in the published code of KGAT.
 
         Raises UserError if a user has all items.
         """
@@ -75,7 +75,7 @@ class BprSamples(Movable):
 
 
 class UserItems(Movable):
-    """Data set of the users that have training items; a sample is a user with all of these items.
+    """Data set of users who have training items; a sample is a user with the user's training items.
 
     users: (n,) int64, the user of each sample. sizes: (n,) int64, the number of items of each sample.
     """
@@ -96,7 +96,7 @@ class UserItems(Movable):
         return self.sizes[keys.index].astype(np.float32)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
-        """Returns {"user": (B,) int64, "items": (B, P) int64, padded with num_items, "weight": (B,) float32}."""
+        """Returns {"user": (B,) int64, "items": (B, P) int64, "weight": (B,) float32}; pads items with num_items."""
         users = self.users[keys.index]
         return {
             "user": self.here(users),
@@ -108,8 +108,8 @@ class UserItems(Movable):
 class Triples(Movable):
     """Data set of edges, each with a negative: a node that the edge's relation does not join to the edge's head.
 
-    It has one sample per edge. In each epoch, heads come from one random permutation of the head nodes after another,
-    and each sample draws one of its head's edges uniformly, as in the published code of KGAT.
+    It has one sample per edge. The samples of an epoch go through the head nodes repeatedly, each time in a new random
+    order. A sample draws one of its head's edges uniformly, as in the published code of KGAT.
     """
 
     rows_alike = True
@@ -158,7 +158,7 @@ class Triples(Movable):
 
 
 class UsersToRank(Movable):
-    """Data set of the users that have held-out items, with these items.
+    """Data set of users who have held-out items; a sample is a user with the user's held-out and seen items.
 
     Samples are sorted by the number of seen items.
 

@@ -2,8 +2,8 @@
 
 A book has an author and a genre, and may belong to a series; all books of a series have the same author. An author
 writes for an imprint, mostly in one genre. A reader follows two authors and a series, and likes a genre and an imprint;
-the more of these a book matches, the more probably the reader borrows it. Half of all books are better known than the
-other half.
+the more of these a book matches, the more likely the reader is to borrow it. Half of all books are better known than
+the other half.
 
 The year and the printer of a book do not affect what readers borrow.
 """

@@ -135,7 +135,7 @@ def _decode_wav(content: bytes) -> tuple[np.ndarray, int] | None:
 
 
 def _riff_chunks(content: bytes) -> dict[bytes, bytes]:
-    """Returns the first chunk with each name. Raises UnreadableAudio if the samples are incomplete."""
+    """Returns the first chunk of each name. Raises UnreadableAudio if the samples are incomplete."""
     chunks: dict[bytes, bytes] = {}
     position = 12
     while position + 8 <= len(content):

@@ -181,8 +181,8 @@ def length_at(length: Length, percent: Length) -> Length:
 def at_duration(audio: np.ndarray, percent: int) -> np.ndarray:
     """Resamples audio (length,) float32 to a percentage of its duration: (length_at(...),) float32.
 
-    Interpolates with the ideal low-pass filter by Fourier transforms. Zeros pad the audio to a multiple of 100 samples,
-    of which any percentage is a whole number of samples.
+    Interpolates with an ideal low-pass filter, using Fourier transforms. The audio is padded with zeros to a multiple
+    of 100 samples, so that any whole percentage is a whole number of samples.
     """
     if percent == 100:
         return audio
@@ -215,7 +215,7 @@ def _percent(spread: int, draws: np.ndarray) -> np.ndarray:
 def noise_tables() -> np.ndarray:
     """Returns a table of noise with unit variance for each of COLOURS: (len(COLOURS) * NOISE_LENGTH,) float32.
 
-    Reading noise from a table takes a tenth of the time that drawing it takes.
+    Reading noise from a table is much faster than drawing it.
     """
     white = np.fft.rfft(normal(0, 0, np.zeros(1, np.int64), (NOISE_LENGTH,))[0])
     turn = np.exp(-2j * np.pi * np.fft.rfftfreq(NOISE_LENGTH))

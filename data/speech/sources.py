@@ -28,7 +28,7 @@ class Source:
     """Files of a corpus.
 
     path: the folder or archive. names: sorted paths of visible files, relative to `path`, with "/".
-    reads_outside: whether `read` accepts files outside `path`, as it does for folders. left_out: notes the encoding.
+    reads_outside: whether `read` accepts files outside `path`. left_out: records dropped utterances and the encoding.
     read: returns the content of a file by name; raises KeyError if an archive lacks the file, or one of ARCHIVE_ERRORS.
     """
 

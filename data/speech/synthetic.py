@@ -125,7 +125,7 @@ def load_synthetic_corpus(cache_dir: Path) -> Corpus:
 
 
 def generate() -> Corpus:
-    """Generates the corpus, in about 3 s."""
+    """Generates the corpus."""
     audio: list[np.ndarray] = []
     transcripts, speakers, splits = [], [], []
     for split, num_utterances in NUM_UTTERANCES.items():

@@ -22,7 +22,7 @@ def normalise(text: str) -> str:
     """Normalises a transcript for comparison and training.
 
     Applies Unicode's compatibility form (NFKC) and lower case. Letters, their marks, digits, and apostrophes between
-    these are kept; any other characters separate words and become a single space. Digits are not spelled out.
+    these are kept; all other characters separate words. Words are joined by single spaces. Digits are not spelled out.
     Normalising the result again does not change it.
     """
     lower = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).lower())
@@ -121,5 +121,5 @@ def _split(text: str, units: Units) -> Sequence[str]:
 
 
 def shortest_frames(symbols: np.ndarray) -> int:
-    """Returns the fewest frames that CTC needs for symbols (length,): one each and a blank between equal neighbours."""
+    """Returns how many frames CTC needs for symbols (length,): one each, plus a blank between equal neighbours."""
     return len(symbols) + int(np.count_nonzero(symbols[1:] == symbols[:-1]))

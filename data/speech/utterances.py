@@ -8,8 +8,8 @@ A batch from `__getitems__` has
 
 Audio and targets are padded to `SampleKeys.padded_length`.
 
-Random draws are functions of only seed, epoch and sample, and are computed on the CPU. For data on a GPU, the GPU
-computes the audio of a whole batch (see `waves`).
+Random draws depend only on seed, epoch and sample, and are computed on the CPU. For data on a GPU, the GPU computes
+the audio of a whole batch (see `waves`).
 """
 
 from typing import Any, NamedTuple
@@ -53,7 +53,7 @@ class _OfCorpus(Movable):
         self._noise_tables: Array = noise_tables()
 
     def _recordings(self, which: np.ndarray, factors: np.ndarray) -> Array:
-        """Returns recordings `which` (m,), multiplied by factors (m,), zero-padded, on the device: (m, longest)."""
+        """Returns recordings on the device: (m, longest), zero-padded. which: (m,), indices. factors: (m,), gains."""
         start, length = self.here(np.stack([self.corpus.offsets[which], self._durations[which]]))
         rows = Ragged(start, length, int(self._durations[which].max()))
         return cast(rows.of(self._audio), "float32") * self.here(factors * _FULL_SCALE)[:, None]

@@ -20,7 +20,7 @@ def chirp_z(values: Tensor, period: Tensor, sign: int, num_out: int) -> Tensor:
     """Returns the sums over n of values[n] exp(sign 2 pi i n k / period), for k from 0: (B, num_out) complex64.
 
     values: (B, S), real or complex. period: (B, 1) int64. Since n k = (n^2 + k^2 - (k - n)^2) / 2, the sums are
-    convolutions with chirps, which Fourier transforms of one length compute for all periods. (Bluestein, "A linear
+    convolutions with chirps. Fourier transforms of one length compute the sums for all periods. (Bluestein, "A linear
     filtering approach to the computation of discrete Fourier transform", IEEE Transactions on Audio and
     Electroacoustics 18(4), 1970.)
     """
