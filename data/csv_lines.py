@@ -40,7 +40,7 @@ def plain_name(name: str) -> str:
 def utc_seconds(date: str) -> float:
     """Converts an ISO 8601 date, or one such as 2024/5/31 9:05, to Unix time; raises ValueError for other text.
 
-    A date without a time zone is in UTC.
+    Dates without a time zone are interpreted as UTC.
     """
     if date_parts := _YEAR_FIRST.fullmatch(date):
         year, _, month, day, hour, rest = date_parts.groups()
@@ -59,7 +59,7 @@ def is_number(text: str) -> bool:
 
 
 def without_point(text: str) -> str:
-    """Removes the decimals of a whole number, which programs add in columns with missing values: 7.0 -> 7."""
+    """Removes the decimals that programs add to whole numbers in columns with missing values: 7.0 -> 7."""
     whole = _WHOLE.fullmatch(text)
     return whole[1] if whole else text
 

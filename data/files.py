@@ -258,7 +258,7 @@ def shown(names: Iterable[str]) -> str:
 
 
 def is_visible(name: str) -> bool:
-    """Returns whether no file or folder name in a path begins with a dot, as in the `._name` files of macOS."""
+    """Returns False if a file or folder in a path is hidden, like the `._name` files that macOS adds to archives."""
     return not any(part.startswith(".") and part != ".." for part in PurePosixPath(name).parts)
 
 

@@ -18,8 +18,8 @@ class Augmentation:
     max_rotation_deg: largest rotation, in degrees: all triplets (x, y and z of a sensor) of a window rotate about one
         random axis, by one angle uniform in [-max, max].
     scale_std: standard deviation of each channel's random factor, which is normal with mean 1.
-    tempo_spread: change of speed by a factor uniform in [1 - spread, 1 + spread]. The window is stretched or compressed
-        about its middle; its first and last samples fill missing ends.
+    tempo_spread: change of speed by a factor uniform in [1 - spread, 1 + spread]. The window is stretched about its
+        middle, or compressed and padded with its first and last samples.
     jitter_std: standard deviation of white noise, relative to the channel's standard deviation.
     """
 
@@ -60,7 +60,7 @@ class WindowAugmenter(Movable):
         return augmented
 
     def linear_maps(self, epoch: int, index: Array) -> tuple[Array, Array]:
-        """Returns matrices that rotate and scale each window's triplets, and factors on its other channels.
+        """Returns matrices that rotate and scale each window's triplets, and factors for its other channels.
 
         The shapes are (n, num_triplets, 3, 3) and (n, C - 3 * num_triplets), float32.
         """

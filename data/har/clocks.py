@@ -32,7 +32,7 @@ def num_disorders(clocks: np.ndarray) -> int:
 
 
 def are_out_of_order(steps: np.ndarray) -> bool:
-    """Returns whether every clock falls at least half as often as it rises, as in shuffled rows or newest first.
+    """Returns whether every clock falls at least half as often as it rises, which suggests shuffled or reversed rows.
 
     steps: (n, K), steps of the clocks from row to row.
     """

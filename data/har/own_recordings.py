@@ -192,7 +192,7 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
 
 
 def _spelt(keys: Iterable[str], spellings: Counter[str]) -> tuple[dict[str, str], list[str]]:
-    """Maps normalised names to their most frequent spellings; also lists equivalent spellings, as in "1 and 1.0".
+    """Maps normalised names to their most frequent spellings; also lists equivalent spellings, such as "1 and 1.0".
 
     If any name with several spellings is a whole number, all whole numbers are written without decimals.
     """

@@ -60,12 +60,12 @@ def read_new_windows(
     """Reads the file given by `--predict` as windows.
 
     path: a table (see `opened_table`) with the sample rate of the training data, or a .npy array of windows (N, C, T).
-    The columns of a table have the names of the channels, in any order; other columns are ignored. The table is cut
-    into windows like the training data: no window spans missing time, two people or two trials, and leftover rows are
-    dropped. subject_column, label_column: names of the columns with subjects and labels; None: usual names.
+    A table has columns with the channels' names, in any order; other columns are ignored. The table is cut into windows
+    like the training data: no window spans missing time, two people or two trials, and leftover rows are dropped.
+    subject_column, label_column: names of the columns with subjects and labels; None: usual names.
 
     Raises UserError for invalid data, with file, line and column (for an array: window, signal and sample), and if the
-    times show another sample rate.
+    times contradict the training data's sample rate.
     """
     label = f"--predict {path}"
     try:
@@ -207,7 +207,7 @@ def _read_recording(
     path: Path, label: str, channels: Sequence[str], subject_column: str | None, label_column: str | None,
     left_out: LeftOut,
 ) -> tuple[Rows, list[str]]:  # fmt: skip
-    """Reads a table; also returns the names of the columns with which `Rows.trials` begins: person, then trials."""
+    """Reads a table; also returns the names of the person and trial columns, in the order of `Rows.trials`."""
     with opened_table(tables_at(path, "--predict", "give a file with recordings")[-1], left_out) as table:
         if not table.header:
             raise UserError(f"{label}: is empty; give a CSV whose first line names the signals {', '.join(channels)}")

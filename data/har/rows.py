@@ -159,8 +159,7 @@ def roles_of(
 def usual_column(header: Sequence[str], names: Sequence[str], chosen: str | None = None) -> int | None:
     """Returns the index of column `chosen` or, if that is None, of a column with one of `names`.
 
-    Returns None if no column matches. A name that is equal except for case takes precedence over one with an equal
-    `plain_name`.
+    Returns None if no column matches. A match that differs only in case takes precedence over a match by `plain_name`.
     """
     if chosen is not None:
         return header.index(chosen) if chosen in header else None

@@ -139,7 +139,7 @@ def _person(seed: int, subject: int) -> np.ndarray:
 
 
 def _personal_gaits(rng: np.random.Generator) -> dict[str, _Gait]:
-    """Draws the gaits of a person, which share random factors on tempo, amplitude and each harmonic."""
+    """Draws the gaits of a person, which share random factors for tempo, amplitude and each harmonic."""
     tempo = np.exp(0.08 * rng.standard_normal())
     vigour = np.exp(0.25 * rng.standard_normal())
     style = {

@@ -192,10 +192,10 @@ def training_subjects(recordings: HarRecordings) -> list[int]:
 
 
 def rotated_subjects(recordings: HarRecordings, seed: int, num_val_subjects: int) -> list[int]:
-    """Returns the validation subjects for a seed: num_val_subjects consecutive training subjects, in cyclic order.
+    """Returns the validation subjects for a seed: num_val_subjects consecutive ones of the n training subjects.
 
-    The first has index seed * num_val_subjects, modulo their number. Raises UserError unless 0 < num_val_subjects <
-    number of training subjects.
+    The selection starts at index seed * num_val_subjects modulo n, and wraps around. Raises UserError unless
+    0 < num_val_subjects < n.
     """
     candidates = training_subjects(recordings)
     if len(candidates) == 1:

@@ -48,7 +48,7 @@ class ColumnChoice:
         return chosen
 
     def arranged(self, columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-        """Turns columns by role into a table that this choice fits; columns of "" fill unused column numbers."""
+        """Names and orders columns, given by role, so that this choice finds them; empty columns fill gaps."""
         chosen = {role: self.of(role) or role for role in columns}
         numbers = {int(text): role for role, text in chosen.items() if text.isdecimal()}
         places = [numbers.get(number, f"other {number}") for number in range(1, max(numbers, default=0) + 1)]

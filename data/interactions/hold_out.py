@@ -16,11 +16,11 @@ class HoldOut:
     """Rule that splits interactions into training, validation and test.
 
     kind: "leave-one-out": each user's last interaction is for the test and the second to last for validation.
-        "ratio": the last share test_share of each user's interactions is for the test, and the share val_share before
-        it for validation, at least one interaction each. "leave-one-out" and "ratio" hold out nothing from users with
-        fewer than three interactions.
-        "time": the latest share test_share of all interactions is for the test, and the share val_share before it for
-        validation; simultaneous interactions stay together.
+        "ratio": each user's last interactions are for the test and those before them for validation, at least one each.
+        "leave-one-out" and "ratio" hold out nothing from users with fewer than three interactions.
+        "time": the latest of all interactions are for the test and those before them for validation; simultaneous
+        interactions stay together.
+    val_share, test_share: fractions of interactions that "ratio" and "time" hold out.
     """
 
     kind: SplitKind = "leave-one-out"

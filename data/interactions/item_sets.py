@@ -93,7 +93,7 @@ def numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def sorted_distinct(values: np.ndarray) -> np.ndarray:
-    """Sorts and deduplicates non-negative integers (n,); much faster than np.unique, which hashes since numpy 2.3."""
+    """Sorts and deduplicates non-negative integers (n,); np.unique, which hashes from NumPy 2.3 on, is much slower."""
     ordered = np.sort(values)
     return ordered[np.diff(ordered, prepend=-1) > 0]
 
@@ -106,7 +106,7 @@ def distinct_below(bits: Array, limit: Array) -> Array:
     earlier round could draw, replaces the draw.
 
     All rounds run at once. A draw was chosen before if an earlier round drew it, which sorting shows, or chose it in
-    place of its own draw. To find such rounds, each round points to the round whose last number it drew.
+    place of its own draw. For the second case, each round points to the round whose last number it drew.
     """
     num, least = bits.shape[1], (limit - bits.shape[1])[:, None]
     round_ = arange_like(num, bits)

@@ -2,7 +2,7 @@
 
 The sequences of a batch are padded at the end with item 0 to `SampleKeys.padded_length`.
 
-Random draws are functions of only seed, epoch and sample.
+Random draws depend only on seed, epoch and sample.
 """
 
 from dataclasses import dataclass

@@ -66,7 +66,7 @@ def load_synthetic_interactions(cache_dir: Path) -> Interactions:
 def generate() -> Arrays:
     """Returns the arrays `offsets`, `items` and `times` of Interactions.
 
-    The arrays are equal on every machine: they need only counter-based hashing, sums, products and comparisons.
+    The arrays are equal on every machine: computing them takes only counter-based hashing, arithmetic and comparisons.
     """
     traits = uniform(_SEED, 0, np.arange(NUM_USERS), (7,), _USER_STREAM).astype(np.float64)
     shortest, longest = LENGTHS

@@ -74,9 +74,9 @@ def _separated_by_colons(line: str) -> list[str]:
 
 
 def _tabbed(line: str) -> list[str]:
-    """Splits a line at tabs; quotes are removed only if all quotes of the line enclose fields.
+    """Splits a line at tabs, and removes quotation marks that enclose whole fields.
 
-    pandas encloses fields in quotes, while other files contain titles such as "weird al" yankovic or 7".
+    A field such as `"weird al" yankovic` shows that quotation marks are plain text; then the line keeps all of them.
     """
     line = line.rstrip("\r\n")
     if '"' in line:
