@@ -7,7 +7,7 @@ MOST_HOPS = 3
 
 
 class PathFinder:
-    """Finds paths of at most MOST_HOPS directed edges with the highest attention.
+    """Finds the path of at most MOST_HOPS directed edges that has the highest attention.
 
     The attention of a path is the product of the attention of its edges.
 
@@ -34,7 +34,7 @@ class PathFinder:
         return [self._path(int(target), levels) for target in targets]
 
     def _expanded(self, attention: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Extends paths by one edge; returns the attention (0 if no path) and last edge of each node's best path."""
+        """Extends paths by one edge. Returns the attention (0: no path) and last edge of the best path to each node."""
         nodes = np.flatnonzero(attention)
         edges = _ranges(self._out[nodes], self._out[nodes + 1])
         values = attention[self._head[edges]] * self._attention[edges]

@@ -64,7 +64,7 @@ class FinalScores(nn.Module):
 
 
 def initialise(tables: list[nn.Embedding]) -> None:
-    """Initialises embedding tables like one concatenated table, with Xavier uniform values."""
+    """Initialises embedding tables with Xavier uniform values, as if they were one table."""
     num_rows, width = sum(table.num_embeddings for table in tables), tables[0].embedding_dim
     bound = (6 / (num_rows + width)) ** 0.5
     for table in tables:
@@ -72,9 +72,9 @@ def initialise(tables: list[nn.Embedding]) -> None:
 
 
 def distinct(nodes: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (rows, place) with rows[place] == nodes.flatten(). On a CPU, rows are distinct to save time.
+    """Returns (rows, place) with rows[place] == nodes.flatten(). On a CPU, rows are distinct, to save time.
 
-    On a GPU, rows may repeat, because counting distinct nodes would make the CPU wait for it.
+    On a GPU, rows may repeat, because finding the distinct nodes would make the CPU wait for the GPU.
     """
     if nodes.device.type == "cpu":
         return nodes.unique(return_inverse=True)

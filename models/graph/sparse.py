@@ -90,7 +90,7 @@ def _offsets(rows: Tensor, size: int) -> Tensor:
 def product(matrix: Operands, x: Tensor, rows: Tensor | None = None) -> Tensor:
     """Returns A @ x for the matrix A, or (A @ x)[rows] if rows are given. Only x gets a gradient.
 
-    A CPU computes only the given rows. x: (size, d). rows: (n,) int64 indices, which may repeat. The result is
+    On a CPU, only the given rows are computed. x: (size, d). rows: (n,) int64 indices, which may repeat. The result is
     (size, d) or (n, d) in the dtype of A's values, also under autocast.
     """
     if rows is not None and x.device.type != "cpu":

@@ -16,19 +16,19 @@ _OFFICIAL_LIST = 100
 class TopK(NamedTuple):
     """Metrics per cut-off k, summed over users: (len(ks),) float64 each.
 
-    A positive is a held-out item of the user, and a hit is a positive in the first places of the ranking.
+    A positive is a held-out item of the user, and a hit is a positive in the first k places of the ranking.
     """
 
     recall: Tensor
-    """Number of hits in the first k places / number of positives."""
+    """Number of hits / number of positives."""
     precision: Tensor
-    """Number of hits in the first k places / k."""
+    """Number of hits / k."""
     hit: Tensor
-    """1 if there is a hit in the first k places, else 0."""
+    """1 if there is a hit, else 0."""
     ndcg: Tensor
-    """DCG / the highest possible DCG, which has hits in the first min(k, number of positives) places."""
+    """DCG / the highest possible DCG, which has positives in the first min(k, number of positives) places."""
     ndcg_official: Tensor
-    """NDCG as in KGAT's code, which is too high: its ideal ranking contains only the hits among the first 100 items."""
+    """NDCG as in KGAT's code, which is too high: its ideal ranking omits positives beyond the first 100 items."""
 
 
 def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) -> TopK:
@@ -36,7 +36,7 @@ def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) ->
 
     scores: (B, num_items). positives: (B, P) int64. seen: (B, S) int64. Each row of positives and seen contains
     distinct items, padded with num_items. Users without positives add 0 to all sums. DCG sums 1 / log2(place + 2) over
-    the hits in the first k places, numbered from 0.
+    the hits, with places numbered from 0.
     """
     num_items = scores.shape[1]
     hide(scores, seen)

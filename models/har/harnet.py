@@ -94,7 +94,7 @@ class HarNet(nn.Module):
 class Encoder(nn.Module):
     """Applies strided convolutions, then pools over time: (B, C, T) -> (B, num_members, num_features).
 
-    Features are the mean and the maximum over time. The first six channels enter twice: unchanged, and on an asinh
+    Features are the mean and the maximum over time. The first six channels are used twice: unchanged, and on an asinh
     scale that enlarges small movements.
     """
 

@@ -7,7 +7,7 @@ from torch import Tensor
 def highest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Returns the k highest scores of each row and their columns, (B, k) each, by descending score, then by column.
 
-    Unlike `torch.topk`, a smaller k gives the first columns of the result for a larger k. scores: (B, n), n < 2 ** 24.
+    In `torch.topk`, by contrast, the order of equal scores may depend on k. scores: (B, n), n < 2 ** 24.
     """
     values, columns = scores.topk(k)
     last = values[:, -1:]

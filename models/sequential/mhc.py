@@ -16,7 +16,7 @@ last connection lacks H_res, which does not change the mean.
 
 Initially h_post is 1, H_res is close to the identity, and h_pre sums to 1, with most weight on stream l mod n at
 connection l. All streams are equal at first, so the network computes the same function as with pre-norm residuals.
-Different h_pre give the streams different gradients.
+The streams get different gradients, because each h_pre selects mainly one stream.
 """
 
 import math
@@ -164,8 +164,8 @@ def _one_hot_read(stream: int, n: int) -> Tensor:
 def doubly_stochastic(logits: Tensor, num_iterations: int) -> Tensor:
     """Returns doubly stochastic matrices near exp(logits): (..., n, n), in at least float32.
 
-    The algorithm of Sinkhorn and Knopp (1967) divides columns, then rows, by their sums, repeatedly. Because widely
-    spread logits would need too many iterations, the rounding method of Altschuler, Weed and Rigollet (NeurIPS 2017,
+    The algorithm of Sinkhorn and Knopp (1967) alternately divides columns and rows by their sums. Because widely spread
+    logits would need too many iterations, the rounding method of Altschuler, Weed and Rigollet (NeurIPS 2017,
     algorithm 2) removes the remaining error of the column sums.
     """
     n = logits.shape[-1]

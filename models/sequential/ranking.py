@@ -36,11 +36,11 @@ def generalised_binary_cross_entropy(
 ) -> Tensor:
     """Returns gBCE (Petrov and Macdonald, RecSys 2023, equation 12), which corrects BCE for the sampling of negatives.
 
-    A position adds -(log sigma(s+)^beta + sum log(1 - sigma(s-))) / (k + 1), with scores s+ of the target and s- of
-    the negatives, sampling rate alpha = k / (num_items - 1) and beta = alpha (t (1 - 1 / alpha) + 1 / alpha).
+    The loss of a position is -(log sigma(s+)^beta + sum log(1 - sigma(s-))) / (k + 1), where s+ is the score of its
+    target, and s- are the scores of its negatives. The sampling rate alpha = k / (num_items - 1) determines
+    beta = alpha (t (1 - 1 / alpha) + 1 / alpha).
 
-    negatives: (B, k), shared by all positions of a sequence. calibration: t in [0, 1]; 0 is plain BCE, and 1 fully
-    corrects the sampling bias.
+    negatives: (B, k), shared by all positions of a sequence. calibration: t, from 0 (plain BCE) to 1 (full correction).
     """
     positive, negative = _scores(states, targets, negatives, table)
     k = negatives.shape[-1]
@@ -118,7 +118,7 @@ def _sum_over_items(loss: Tensor, targets: Tensor) -> Tensor:
 
 
 def _of_items(states: Tensor, targets: Tensor) -> Tensor:
-    """Sets states at padding to zero, because they may be infinite or NaN."""
+    """Returns the states with zeros at padding, where states may be infinite or NaN."""
     return torch.where((targets > 0).unsqueeze(-1), states, 0)
 
 
@@ -126,8 +126,8 @@ def place_of_target(target: Tensor, others: Tensor) -> Tensor:
     """Returns the number of other items ranked above the target, float64 (B,).
 
     target: (B,), score of the target. others: (B, n), scores of the other items. An item with the target's score counts
-    as 1/2. An item with score NaN counts as above the target, and if the target's score is NaN, all other items count
-    as above the target. An item with score -inf counts only if the target's score is also -inf.
+    as 1/2. If the score of the item or of the target is NaN, the item counts as above the target. An item with score
+    -inf counts only if the target's score is -inf or NaN.
     """
     target = target.unsqueeze(1)
     num_below = (others < target).sum(1)

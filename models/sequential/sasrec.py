@@ -66,7 +66,7 @@ def causal_chunks(num_steps: int, device: torch.device) -> list[tuple[int, int]]
 def causal_parts(query: Tensor) -> list[tuple[Tensor, int]]:
     """Splits queries into `causal_chunks`, and returns (chunk, end) pairs. query: (B, heads, T, width / heads).
 
-    Uses `split`, because the backward pass of slices pads and adds their gradients, which is slower.
+    Uses `split`, because slices are slower: their backward pass pads each gradient and adds all of them.
     """
     chunks = causal_chunks(query.shape[2], query.device)
     parts = query.split([stop - start for start, stop in chunks], dim=2)
@@ -188,7 +188,7 @@ class Block(nn.Module):
         self.attention_connection, self.feed_forward_connection = connections
 
     def forward(self, x: Tensor, *relations: Any, last: Tensor | None = None) -> Tensor:
-        """Returns the states of all time steps, or only of steps `last`, (B,). relations: more attention inputs."""
+        """Returns all states, or only that of step last[b] of each sequence b. relations: more inputs of attention."""
         x = self.attention_connection(x, lambda query, context: self.attention(query, context, *relations, last), last)
         return self.feed_forward_connection(x, lambda query, _: self.feed_forward(query))
 
@@ -199,7 +199,7 @@ class SequentialRecommender(nn.Module):
     num_items: number of items, which are numbered from 1; 0 is padding.
     maxlen: maximum number of items in a history.
     attentions: one attention module per block.
-    connections: two connections per block, around attention and feed-forward layer.
+    connections: two per block, around the attention and the feed-forward layer.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class SequentialRecommender(nn.Module):
         return scores
 
     def encode(self, items: Tensor, length: Tensor, times: Tensor | None = None, only_last: bool = False) -> Tensor:
-        """Returns the state after each item, (B, T, width). The state's dot products with item embeddings are scores.
+        """Returns the state after each item, (B, T, width). Scores are dot products of states and item embeddings.
 
         only_last: whether to compute only the state after the last item, (B, 1, width).
         """

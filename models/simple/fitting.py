@@ -126,7 +126,7 @@ def _rules(histories: TrainingHistories) -> Iterator[Buffers]:
 
 
 def _item_knn(histories: TrainingHistories) -> Iterator[Buffers]:
-    """Yields a table of cosine similarities between items' user sets; reduces similarities of small sets."""
+    """Yields tables of cosine similarities between the user sets of two items, reduced for items with few users."""
     popularity, num_items = histories.popularity, histories.num_items
     users, items = histories.distinct
     by_item = np.argsort(items, kind="stable")
@@ -188,7 +188,7 @@ def _summed(
 def _tables(
     block: Callable[[int, int], Cells], costs: np.ndarray, num_items: int, strengths: Sequence[Strength]
 ) -> list[Buffers]:
-    """Builds, for each strength function, a table of the strongest neighbours of each item, without the item itself.
+    """Builds a table for each strength function: the strongest neighbours of each item, excluding the item itself.
 
     block: function that maps (start, stop) to the distinct item pairs whose first item is from `start` to `stop` - 1,
     sorted by the first item. costs: (num_items + 1,), number of pairs that `block` visits for each item.

@@ -21,8 +21,8 @@ class Aligned(NamedTuple):
 def align(log_probs: np.ndarray, ids: np.ndarray) -> Aligned:
     """Aligns a sequence of symbols with frames by the most probable CTC alignment.
 
-    log_probs: (T, V); symbol 0 is the blank. ids: (U,) integers in [1, V). Raises ValueError if T is less than U plus
-    the number of adjacent equal symbols, which need a blank between them.
+    log_probs: (T, V); symbol 0 is the blank. ids: (U,) integers in [1, V). Raises ValueError if the symbols need more
+    than T frames (`ctc.shortest_alignment`).
     """
     states = np.full(2 * len(ids) + 1, BLANK)  # blank, first symbol, blank, ..., last symbol, blank
     states[1::2] = ids

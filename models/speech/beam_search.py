@@ -30,7 +30,7 @@ def beam_search(
 ) -> list[list[Hypothesis]]:
     """Returns 1 to `width` transcripts per utterance, best first.
 
-    If the width is at least the number of possible prefixes, log-probabilities are exact sums over all alignments.
+    If the width is at least the number of possible prefixes, probabilities are exact sums over all alignments.
 
     log_probs: (B, T, V); symbol 0 is the blank. lengths: (B,), number of frames of each utterance; frames of padding
     are ignored. width: number of prefixes kept per frame. symbols_per_frame: how many of a frame's most probable
@@ -87,7 +87,7 @@ class _Beam:
         return _Beam(*(getattr(self, field.name)[places] for field in fields(self)))
 
     def put(self, others: "_Beam") -> None:
-        """Overwrites the prefixes of the first utterances with the prefixes in `others`."""
+        """Copies `others`, which may have fewer utterances, over the prefixes of the first utterances."""
         for field in fields(self):
             values = getattr(others, field.name)
             getattr(self, field.name)[: len(values)] = values
@@ -106,8 +106,8 @@ def _step(
 ) -> tuple[_Beam, np.ndarray, np.ndarray]:
     """Processes one frame. log_probs: (B, V). tried: (B, K), symbols to append.
 
-    Returns the new beam and two arrays, (B, W) each: the previous position of each prefix in the beam, and the symbol
-    appended to the prefix, or 0 if none was appended.
+    Returns the new beam and two arrays, (B, W) each: the position in the old beam from which each prefix comes, and the
+    symbol appended to the prefix there, or 0 if none was appended.
     """
     (batch_size, width), num_tried = beam.last.shape, tried.shape[1]
     every = np.arange(batch_size)[:, None]

@@ -22,9 +22,8 @@ def ctc_loss(log_probs: Tensor, lengths: Tensor, targets: Tensor, target_lengths
 
     Targets that need more frames than their utterance has (`shortest_alignment`) have loss and gradient 0.
 
-    log_probs: (B, T, V), must be the output of a log-softmax for the gradient to be correct. lengths: (B,) int64,
-    frames per utterance. targets: (B, U) int64 in [1, V). target_lengths: (B,) int64. Values beyond the lengths are
-    ignored.
+    log_probs: (B, T, V); the gradient is correct only for the output of a log-softmax. lengths: (B,) int64, frames per
+    utterance. targets: (B, U) int64 in [1, V). target_lengths: (B,) int64. Values beyond the lengths are ignored.
     """
     log_probs = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
     targets = targets * within_lengths(target_lengths, targets.shape[1])
