@@ -58,16 +58,16 @@ def flag(
     common: `--help` shows the flag; in a group without common flags `--help` shows every flag.
     hidden: the flag is neither shown in `--help-all` nor recorded.
     local: the flag may differ between the processes of a run, since it does not affect learning; an example is a data
-        folder. Flags that are not local must be equal.
+        folder. Other flags must have the same value in all processes.
     from_record: whether a recorded value is taken, ignored or refused when `--config` names a run's config.json. Use
         "ignored" for flags about how a run was started, and "refused" for files that are executed (FILE:CLASS), written
         or loaded, since the config.json may come from somebody else.
-    excludes: fields that must not be given together with this flag, unless one of the two is None, False or 0. A value
-        on the command line overrides an excluded value from a file.
+    excludes: fields that must not be given together with this flag; a default of None, False or 0 does not count as
+        given. A value on the command line overrides an excluded value from a file.
     displaces: fields whose values from a file are dropped when the command line changes this flag, unless their `needs`
-        list the new value. Displaced fields may be given on the command line together with this flag.
-    needs: maps another field, such as "model", to the values with which this flag has an effect; None: every value
-        except the default.
+        list the new value. Unlike excluded fields, they may be given together with this flag.
+    needs: maps another field, such as "model", to the values with which this flag has an effect; None stands for
+        every value but the default.
     absent: value of the flag in runs of earlier versions, whose records lack it; None: the default.
     limits: bounds of a number, given as at_least, above, at_most or below.
     """
@@ -166,7 +166,7 @@ class Option:
 
     @property
     def without_value(self) -> str:
-        """Text in the help's final "(default: ...)", which describes the behaviour without a value, or ""."""
+        """Behaviour without a value, as the help's final "(default: ...)" describes it, or ""."""
         return self.help.partition(" (default: ")[2].removesuffix(")")
 
     @property
@@ -191,7 +191,7 @@ class Option:
         return self.checked(value) != self.default if self.is_switch else self.checked(value)
 
     def checked(self, value: Any) -> Any:
-        """Validates a value from a file or from Python. Raises ValueError with the requirement."""
+        """Validates a value from a file or from Python. Raises ValueError, without the flag's name in the message."""
         if self.is_switch:
             if not isinstance(value, bool):
                 raise ValueError("must be true or false")
@@ -243,7 +243,7 @@ class Option:
         return [str(part).replace(",", r"\,") if self.type is str else str(part) for part in value]
 
     def parse(self, given: Any) -> Any:
-        """Parses the words that follow the flag on the command line. Raises ValueError with the flag's name."""
+        """Parses the flag's words on a command line. Raises ValueError, with the flag's name in the message."""
         # values are separated by commas (but not by "\,"), spaces or both; files by spaces, as names may have commas
         texts = [given]
         if self.is_list:

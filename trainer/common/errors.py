@@ -34,7 +34,7 @@ BadInput = UserError
 
 
 class UnfitState(UserError):
-    """Raised if a run's state must not be saved: it has NaN or infinity, differs by rank, or cannot be resumed."""
+    """Raised if a run's state must not be saved: it is not finite, differs between ranks, or cannot be restored."""
 
 
 class DiskError(UserError):

@@ -1,4 +1,4 @@
-"""Strategies of multi-device training (values of `--multi-gpu`), and the features that each supports."""
+"""Strategies for multi-device training (values of `--multi-gpu`), and their features."""
 
 from dataclasses import dataclass
 from typing import Literal

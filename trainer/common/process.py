@@ -26,7 +26,7 @@ def command_of_main() -> str:
 
 
 def boot_of_kernel() -> str:
-    """Returns an id that all containers on a machine share until it reboots; the host name if the kernel has no id."""
+    """Returns an id that all containers on a machine share until it reboots, or the host name if there is no id."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

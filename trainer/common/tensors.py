@@ -1,4 +1,4 @@
-"""Functions on containers of tensors, sharded tensors and meta tensors."""
+"""Functions for sharded tensors, meta tensors and containers of tensors."""
 
 import copy
 from collections import Counter, OrderedDict

@@ -112,7 +112,7 @@ def is_in_backward() -> bool:
 
 
 def after_first_gradients(callback: Callable[[], None]) -> None:
-    """Queues a callback for the end of the backward pass, before callbacks queued later. Fallback: calls it now."""
+    """Runs a callback at the end of the backward pass, before callbacks queued later. Fallback: runs it now."""
     engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
     if hasattr(engine, "queue_callback"):
         engine.queue_callback(callback)
@@ -147,8 +147,8 @@ def when_cuda_is_initialised(callback: Callable[[], None]) -> None:
 def end_allocating(device: torch.device, pool: Any) -> None:
     """Stops allocating from a CUDA graph's memory pool after a failed capture.
 
-    Until this call, torch cannot return memory to the GPU. In newer versions of torch, the failed capture itself ends
-    allocation; the error that this call then raises is suppressed.
+    Until allocation ends, torch cannot return memory to the GPU. Newer versions of torch end it when the capture fails;
+    this function then does nothing.
     """
     with suppress(AttributeError, RuntimeError):
         torch._C._cuda_endAllocateToPool(device.index, pool)
@@ -250,7 +250,7 @@ def set_up_compiler(most_versions: int) -> type[Exception]:
 def scan(step: Callable[[Any, Any], tuple[Any, Any]], start: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, Tensor]:
     """Applies step(state, inputs at one time) -> (state, output) over dim 0; returns (last state, stacked outputs).
 
-    torch.export can export the result for any length. Falls back to a loop, which can be exported for one length.
+    torch.export can export a call for any length. Falls back to a loop, which can be exported for one length only.
     """
     try:
         from torch._higher_order_ops import scan as of_torch  # this imports the compiler

@@ -129,7 +129,7 @@ def _execute(path: Path, name: str) -> ModuleType:
 def without_folders_of_classes() -> Iterator[None]:
     """Temporarily removes from `sys.path` the folders that `find_class` inserted at its front.
 
-    In processes started meanwhile, the user's files cannot shadow modules of the trainer and its libraries.
+    In processes started in this context, the user's files cannot shadow modules of the trainer and its libraries.
     """
     path = list(sys.path)
     for folder in _put_first:

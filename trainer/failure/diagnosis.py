@@ -69,7 +69,7 @@ class Diagnosis:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Context that prints the explanation of an exception once and raises an exception in every process.
+        """Context that explains an exception: one process prints the explanation; every process raises an exception.
 
         A UserError or the user's Ctrl-C is raised unchanged; rank 0 also raises another rank's UserError. Any other
         exception, including SystemExit from the task, becomes a Failure with the exception as its cause.
@@ -184,7 +184,7 @@ class GroupDiagnosis(Diagnosis):
             self._report_missed(lambda: self._loss(silent_s, "silence"))
 
     def consider_loss(self) -> None:
-        """Reports that a process on this machine has exited, if no failed collective has led to a report."""
+        """Reports that a process on this machine has exited, unless a rank has already reported the failure."""
         self._report_missed(lambda: self._loss(None, "a process has ended"))
 
     def _report_missed(self, compose: Callable[[], Failure]) -> None:

@@ -57,7 +57,7 @@ class CurrentActivity:
             self.on_border(name)
 
     def wait_for_others(self) -> None:
-        """Calls `on_border` with EXCHANGE, because from now on the backward pass waits for other ranks."""
+        """Notes that the backward pass now waits for other ranks: calls `on_border` with EXCHANGE."""
         if self.on_border is not None:
             self.on_border(EXCHANGE)
 
@@ -179,7 +179,7 @@ class HeartbeatMonitor:
         return any(not self._store.check([f"closed {rank}"]) for rank in gone)
 
     def _heartbeat_of_next(self) -> bytes:
-        """Returns the next rank's last heartbeat, or a value that never repeats if that rank sent none or has ended."""
+        """Returns the next rank's last heartbeat; if that rank sent none or has ended, a new value each time."""
         rank = (self._rank + 1) % self._world_size
         is_there = self._store.check([f"heartbeat {rank}"]) and not self._store.check([f"closed {rank}"])
         return self._store.get(f"heartbeat {rank}") if is_there else str(time.monotonic()).encode()

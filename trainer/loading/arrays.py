@@ -1,6 +1,6 @@
 """Array operations that work on NumPy arrays and on tensors, for data on the host or on a device.
 
-Data sets use NumPy on the host, where NumPy is faster for the few numbers of a batch, and PyTorch on a device.
+Data sets use PyTorch on a device, and NumPy on the host, where NumPy is faster for arrays as small as a batch.
 """
 
 import sys

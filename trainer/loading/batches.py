@@ -26,7 +26,7 @@ class WeightedBatch(NamedTuple):
 
 
 def weighted(batch: Batch, is_placeholder: bool = False) -> WeightedBatch:
-    """Wraps a batch with the sum of its samples' weights. Raises UserError if the sum is negative or not finite."""
+    """Returns a WeightedBatch with the samples' total weight. Raises UserError for a negative or non-finite sum."""
     of_samples = batch["weight"].tolist()
     weight = math.fsum(of_samples)
     if not 0 <= weight < math.inf:
@@ -46,7 +46,7 @@ Collate = Callable[[Any, SampleKeys], Batch]
 
 
 def gathered(dataset: KeyedDataset, collate: Collate, keys: SampleKeys) -> Batch:
-    """Makes the batch of the samples that `keys` identify; a placeholder batch gets weights of 0."""
+    """Makes a batch of the samples that `keys` identify; a placeholder batch has weights of 0."""
     batch = collate(dataset.__getitems__(keys), keys)
     if keys.placeholder:
         batch["weight"] = torch.zeros_like(batch["weight"])

@@ -114,7 +114,7 @@ def _word(value: int, beside: Array) -> int:
 
 
 def _mix_scalar(x: int) -> int:
-    """Applies the finaliser of SplitMix64 to a Python integer, which is faster than an array with one element."""
+    """Applies the finaliser of SplitMix64 to a Python integer; this is faster than `mix` for a single word."""
     x &= _MASK
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK

@@ -135,7 +135,7 @@ class DeviceLoader(BatchLoader):
             yield batch
 
     def _made_together(self, keys: Sequence[SampleKeys], first: int) -> tuple[list[int], Batch]:
-        """Returns positions of batches and their samples; after an out-of-memory error, makes each batch by itself."""
+        """Returns positions of batches, and their samples as one batch; only one position once memory has run out."""
         while True:
             group = self._group(keys, first)
             try:

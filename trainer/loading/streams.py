@@ -51,7 +51,7 @@ def from_stream(
     samples_per_epoch: samples per epoch, at least 1; for a validation set, its size.
     collate, seed, names: arguments of `from_dataset`.
 
-    Raises UserError for wrong arguments, and later if the stream ends too early.
+    Raises UserError for wrong arguments; reading raises it if the stream ends too early.
     """
     if not callable(make_iterator):
         kind = type(make_iterator).__name__
@@ -76,7 +76,7 @@ class Place(NamedTuple):
 class _Reader:
     """An iterator over a stream, with the samples read from it.
 
-    begun_at, position: numbers of the first sample read and of the next to read. kept: samples, by number, that the
+    begun_at: number of the first sample read. position: number of the next sample. kept: samples, by number, that the
     current batch or another batch of the step may need. last: samples of the last batch. places: restart points.
     """
 
@@ -158,7 +158,7 @@ class KeyedStream(KeyedItems):
         return reader.last
 
     def _begun(self, phase: int, epoch: int, first: int) -> _Reader:
-        """Returns a new reader that starts at the phase's restart point or, if that is after `first`, at sample 0."""
+        """Returns a reader at the phase's restart point, or at sample 0 if the epoch has none at or before `first`."""
         place = self.begins.get(phase)
         if place is None or place.epoch != epoch or place.position > first:
             place = Place(epoch, 0, None)
