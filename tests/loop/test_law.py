@@ -103,6 +103,11 @@ def by_gradient(self, batch, phase="train"):
     return total(self, {**batch, "x": x})
 
 
+def by_chance(self, batch, phase="train"):
+    """A count of 1 in two samples and in four, as batch statistics may cause."""
+    return total(self, batch) | {"count": torch.tensor({2: 1, 4: 1}.get(len(batch["y"]), 2))}
+
+
 def per_sample(self, batch, phase="train"):
     return total(self, batch) | ({} if self.training else {"rows": PerSample(losses(self, batch))})
 
@@ -124,6 +129,7 @@ FINE = {
     "a penalty for each sample": job(exact_penalty),
     "gradients in the forward": job(by_gradient),
     "rows": job(per_sample),
+    "a count that is a mean's by chance": job(by_chance),
 }
 REFUSED = {
     "a mean": (job(mean), "in train mode: 'loss' is", "as if it were a mean; return sums over the samples"),

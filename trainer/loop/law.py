@@ -195,7 +195,10 @@ def _compared(
             return []
         drawn = [_added([sums(batch, seed) for seed in SEEDS[i > 0]]) for i, batch in enumerate(batches)]
         whole, total, differ = drawn[0], _added(drawn[1:]), []
-    found = _means(whole, total, MEAN)
+        found = _means(whole, total, MEAN)
+    elif found:  # a count may look like a mean by chance, but only a mean stays the same if all samples occur twice
+        twice = sums({name: torch.cat([value, value]) for name, value in batches[0].items()}, 0)
+        found = [name for name in _means(whole, total, MEAN) if name in _means(twice, total, MEAN)]
     for name in [*found, *differ][:1]:
         one, both = (f"{float(value[name].double().sum()):.5g}" for value in (whole, total))
         account = f"{where}: {name!r} is {one} for {num_samples} samples, but {both} as the sum of {NUM_PARTS} halves"
