@@ -195,6 +195,22 @@ def test_predicts_in_order(tmp_path):
     assert torch.equal(classes, model(X[40:]).argmax(1))
 
 
+def test_says_what_it_cannot_predict(tmp_path):
+    _, run = fit(tmp_path, model=nn.ModuleDict({"a": net()}), loss=lambda model, batch: nll(model["a"], batch))
+    mapped, asked = "outputs(model, batch) returned", "; pass `outputs`, which maps the model and a batch to a tensor"
+    for data, settings, message in (
+        (VAL, {}, "model(batch['x']) raised NotImplementedError: Module [ModuleDict] is missing the required"),
+        (VAL, {"outputs": lambda model, batch: {"a": batch["x"]}}, f"{mapped} a dict for 20 samples{asked}"),
+        (VAL, {"outputs": lambda model, batch: batch["x"].mean()}, f"{mapped} shape () for 20 samples{asked}"),
+        (VAL, {"batch_size": 0}, "20 items, batch_size 0: both must be at least 1"),
+        (X[:0], {}, "0 items, batch_size 256: both must be at least 1"),
+        (Stream(), {}, "its data set (Stream): an IterableDataset has no sample indices"),
+        (None, {}, "its data set (NoneType): needs a map-style dataset"),
+    ):
+        with pytest.raises(UserError, match=f"^predict: {re.escape(message)}"):
+            run.predict(data, **settings)
+
+
 def test_goes_on_and_names_another_loss(tmp_path, capsys):
     fit(tmp_path, max_steps=4)
     _, run = fit(tmp_path, max_steps=6)

@@ -4,6 +4,7 @@ import copy
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -61,19 +62,20 @@ class Script(Task):
 
     @cached_property
     def _splits(self) -> Mapping[str, KeyedDataset]:
-        return {name: self._keyed(name, source) for name, source in self.job.sources.items()}
+        return {name: self.keyed(f"fit, {name}", source, self.job.names) for name, source in self.job.sources.items()}
 
-    def _keyed(self, name: str, source: Any) -> KeyedDataset:
-        dataset, collate = _items(source)
+    def keyed(self, where: str, source: Any, names: Sequence[str] | None, collate: Any = None) -> KeyedDataset:
+        """Adapts data that the script gives. where: its name in messages. Raises UserError."""
+        dataset, of_loader = _items(source)
         if is_keyed(dataset):
             return dataset
         try:
-            keyed = from_dataset(dataset, self.job.collate or collate, seed=self.seed, names=self.job.names)
+            keyed = from_dataset(dataset, collate or self.job.collate or of_loader, seed=self.seed, names=names)
             if isinstance(keyed, KeyedItems):
-                keyed.source = f"fit, {name}: its data set ({type(dataset).__name__})"
+                keyed.source = f"{where}: its data set ({type(dataset).__name__})"
             return keyed
         except UserError as error:
-            raise UserError(f"fit, {name}: {error}".replace("from_dataset(", "its data set (", 1)) from None
+            raise UserError(f"{where}: {error}".replace("from_dataset(", "its data set (", 1)) from None
 
     def remarks(self) -> Sequence[str]:
         return self.job.remarks
@@ -159,25 +161,42 @@ def _identity(function: Any) -> str:
 
 @torch.no_grad()
 def predicted(
-    task_type: type[Script], model: nn.Module, dataset: Any, outputs: Outputs | None, batch_size: int
+    task_type: type[Script], model: nn.Module, source: Any, outputs: Outputs | None, batch_size: int
 ) -> Tensor:
     """Returns a trained model's outputs for all items of a data set, as `SavedRun.predict` describes."""
-    job, device = task_type.job, pick_device("auto")
-    dataset, collate = _items(dataset)
-    if not is_keyed(dataset):
-        item = dataset if isinstance(dataset, Mapping) else dataset[0]
-        num_parts = len(item) if isinstance(item, tuple | list) else 1
-        names = None if isinstance(item, Mapping) or job.names is None else job.names[:num_parts]
-        collate = collate or job.collate or _items(job.sources["train"])[1]
-        dataset = from_dataset(dataset, collate, seed=0, names=names)
-    task = task_type(task_type.Config(), 0, Path())
+    job, device, task = task_type.job, pick_device("auto"), task_type(task_type.Config(), 0, Path())
+    (dataset, collate), item = _items(source), None
+    with suppress(IndexError, NotImplementedError, TypeError):  # data without items, which are refused below
+        item = dataset if isinstance(dataset, Mapping) or is_keyed(dataset) else dataset[0]
+    num_parts = len(item) if isinstance(item, tuple | list) else 1
+    names = None if isinstance(item, Mapping) or job.names is None else job.names[:num_parts]
+    dataset = task.keyed("predict", source, names, collate or job.collate or _items(job.sources["train"])[1])
+    if len(dataset) == 0 or batch_size < 1:
+        raise UserError(f"predict: {len(dataset)} items, batch_size {batch_size}: both must be at least 1")
     answers, model = [], model.to(device).eval()
     for start in range(0, len(dataset), batch_size):
         keys = SampleKeys(np.arange(start, min(start + batch_size, len(dataset))), epoch=0)
         batch = task.collate(dataset.__getitems__(keys), keys)
         batch = {name: tensor.to(device) for name, tensor in batch.items()}
-        answers.append((outputs(model, batch) if outputs else model(next(iter(batch.values())))).cpu())
+        answers.append(_outputs_of(model, batch, outputs).cpu())
     return torch.cat(answers)
+
+
+def _outputs_of(model: nn.Module, batch: Batch, outputs: Outputs | None) -> Tensor:
+    first, num_samples = next(iter(batch)), len(batch["weight"])
+    whose = "outputs(model, batch)" if outputs else f"model(batch[{first!r}])"
+    try:
+        found: object = outputs(model, batch) if outputs else model(batch[first])
+        if isinstance(found, Tensor) and found.shape[:1] == (num_samples,):
+            return found
+        what = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        problem = f"returned {what} for {num_samples} samples"
+    except (NotImplementedError, TypeError) as error:  # a model without a forward, or whose forward needs more
+        if outputs:
+            raise
+        problem = f"raised {type(error).__name__}: {error}"
+    advice = "pass `outputs`, which maps the model and a batch to a tensor with one row per sample"
+    raise UserError(f"predict: {whose} {problem}; {advice}")
 
 
 # --- loaders -----------------------------------------------------------------------------------------------------
