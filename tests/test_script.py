@@ -323,6 +323,33 @@ def test_a_prompt_is_told_what_to_type(tmp_path):
 # --- mistakes ----------------------------------------------------------------------------------------------------
 
 
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, model, batch):
+        return nll(model, batch) * self.factor
+
+
+class Growing(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2, dtype=torch.float64)
+        self.register_buffer("seen", torch.zeros(0, 4))
+
+    def forward(self, x):
+        self.seen = torch.cat([self.seen, x])
+        return super().forward(x)
+
+
+class Stateful(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2, dtype=torch.float64)
+
+    def get_extra_state(self):
+        return {"a": 1}
+
+
 def loader(**settings):
     return DataLoader(TRAIN, **{"batch_size": 4, **settings})
 
@@ -359,6 +386,25 @@ REFUSED = {
         {"loss": lambda model, batch: {"loss": nll(model, batch), 3: batch["y"].double()}},
         "fit: the loss in train mode returns a value named 3 of type int; name it by a string",
     ),
+    "a frozen model": (
+        {"model": net().requires_grad_(False)},
+        "fit, the model: phase 'train': trains no parameters",
+    ),
+    "no gradient": (
+        {"loss": lambda model, batch: nll(model, batch).detach()},
+        "fit: the loss in train mode returns a loss that depends on no parameter to train; compute it from the model's",
+    ),
+    "a loss with parameters": ({"loss": Scale()}, "fit: the loss holds loss.factor outside the model, but only the"),
+    "a buffer that grows": (
+        {"model": Growing()},
+        "fit: the loss changes the shape of the persistent buffer model.seen from (0, 4) to (2, 4), so a new model",
+    ),
+    "extra state": ({"model": Stateful()}, "fit, the model: _extra_state is a dict, but checkpoints hold only tensors"),
+    "text in items": (
+        {"train": [{"x": x, "y": y, "file": "a"} for x, y in TRAIN], "names": None},
+        "the data set must return a tensor for batch['file'], not a list; change the data, or make batches with",
+    ),
+    "no blocks": ({"grad_checkpointing": True}, "no modules of this model to recompute; leave the flag out, or call"),
     "no names of items": (
         {"train": Pairs(), "names": None},
         "fit, train: its data set (Pairs, names=None): its items have 2 value(s)",
@@ -414,6 +460,7 @@ def test_mistakes_are_named(settings, message, tmp_path):
     with pytest.raises(UserError) as error:
         fit(tmp_path, **settings)
     assert message in str(error.value)
+    assert not re.search(r"ScriptOfFit|Rows|build_objective|param_groups|collate in|task\.py", str(error.value))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from trainer.common.errors import UserError
 from trainer.config import FlagGroup, flag
-from trainer.loading.batches import Batch, KeyedDataset
+from trainer.loading.batches import Batch, KeyedDataset, gathered
 from trainer.loading.order import SampleKeys
 from trainer.loading.torch_datasets import KeyedItems, from_dataset, is_keyed
 from trainer.parallel.devices import pick_device
@@ -55,6 +55,8 @@ class Script(Task):
     """Task made from the arguments of `trainer.fit`; `task_of` creates a subclass for each call."""
 
     Config = ScriptFlags
+    given_as: ClassVar = dict.fromkeys(("build_objective", "param_groups"), "fit, the model")
+    given_as["build_optimizers"] = "fit, the optimizer"
     job: ClassVar[Job]
 
     def splits(self) -> Mapping[str, KeyedDataset]:
@@ -98,14 +100,14 @@ class Script(Task):
 class Rows(Objective):
     """Objective of a model and a loss function that returns one number per sample."""
 
-    loss_name = "fit: the loss"
+    given_as: ClassVar = {"forward": "fit: the loss"}
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__(model)
-        self._loss = loss
+        self.loss = loss
 
     def forward(self, batch: Batch, phase: str = "train") -> Sums:
-        found = self._loss(self.model, batch)
+        found = self.loss(self.model, batch)
         rows = dict(found) if isinstance(found, Mapping) else {"loss": found}
         if "loss" not in rows:
             raise UserError(f"fit: the loss returned {', '.join(map(str, rows)) or 'nothing'}, but must return 'loss'")
@@ -176,8 +178,7 @@ def predicted(
     answers, model = [], model.to(device).eval()
     for start in range(0, len(dataset), batch_size):
         keys = SampleKeys(np.arange(start, min(start + batch_size, len(dataset))), epoch=0)
-        batch = task.collate(dataset.__getitems__(keys), keys)
-        batch = {name: tensor.to(device) for name, tensor in batch.items()}
+        batch = {name: tensor.to(device) for name, tensor in gathered(dataset, task.collate, keys).items()}
         answers.append(_outputs_of(model, batch, outputs).cpu())
     return torch.cat(answers)
 

@@ -117,8 +117,8 @@ class Objective(SeesConversions):
     add up to the loss of the whole batch. Use False for a `joint_loss`, which does not depend on the micro-batch size.
     """
 
-    loss_name: ClassVar[str] = ""
-    """Name in messages of a loss function that returns one number per sample; "": messages name `forward`."""
+    given_as: ClassVar[Mapping[str, str]] = {}
+    """Names in messages by method, for methods that `trainer.fit` builds from arguments; see `method_name`."""
 
     def __init__(self, model: nn.Module, helpers: Mapping[str, nn.Module] | None = None) -> None:
         super().__init__()
@@ -181,6 +181,12 @@ class Objective(SeesConversions):
         Called with `--multi-gpu fsdp`, where all processes must make the same number of model calls, since each call
         runs collectives. An objective that splits batches must stop splitting them, or raise UserError.
         """
+
+
+def method_name(owner: object, method: str) -> str:
+    """Names a method of a task or an objective in messages, or the argument of `trainer.fit` that takes its place."""
+    given_as: Mapping[str, str] = getattr(owner, "given_as", {})
+    return given_as.get(method, f"{type(owner).__name__}.{method}")
 
 
 class Task(ABC):
@@ -492,8 +498,8 @@ class Task(ABC):
         """
         if not isinstance(samples, Mapping):
             raise UserError(
-                f"Task.collate: `__getitems__` returned a {type(samples).__name__}, not a dictionary of arrays; return "
-                "one, or override collate"
+                f"`__getitems__` of the data set returned a {type(samples).__name__}, not a dictionary of arrays; "
+                "return one, or override collate"
             )
         batch = {
             name: torch.from_numpy(values) if isinstance(values, np.ndarray) else values

@@ -212,7 +212,7 @@ def test_data_sets_without_numbered_samples_are_refused():
 
 
 def test_samples_that_are_no_dictionary_need_a_collate():
-    with pytest.raises(UserError, match=r"Task.collate: `__getitems__` returned a tuple, not a dictionary of arrays"):
+    with pytest.raises(UserError, match=r"`__getitems__` of the data set returned a tuple, not a dictionary of arrays"):
         collate((torch.zeros(2), torch.zeros(2)), SampleKeys(np.arange(2), 0))
 
 

@@ -113,7 +113,7 @@ def test_compiled_learns_the_same_from_series_of_many_lengths(more, train_ragged
 
 def test_what_cannot_be_done_is_refused(refused, monkeypatch, tmp_path):
     run = ["--task", RAGGED, *SHORT, "--save-dir", tmp_path / "run"]
-    refused(["--grad-checkpointing: Ragged names no blocks"], *run, "--no-has-blocks", "--grad-checkpointing")
+    refused(["--grad-checkpointing: `Task.blocks` names no"], *run, "--no-has-blocks", "--grad-checkpointing")
     refused(["use --multi-gpu ddp"], *run, "--compile", "--multi-gpu", "dp", several_devices=True)
     monkeypatch.setattr(blocks, "BACKEND", without_a_compiler)
     refused(["--compile: torch cannot compile the model: backend='without_a_compiler' raised:"], *run, "--compile")

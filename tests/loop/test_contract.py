@@ -83,7 +83,7 @@ BEFORE_TRAINING = {
     "a headline that is text": (broken(headline="loss"), "Broken.headline 'loss': must name metrics"),
     "a model and no objective": (
         broken(build_objective=lambda self: torch.nn.Linear(2, 2)),
-        "--task broken: build_objective must return an Objective with a model, not a Linear",
+        "Broken.build_objective must return an Objective with a model, not a Linear",
     ),
     "a forward without phase": (
         with_objective(NoPhase),
@@ -96,7 +96,7 @@ BEFORE_TRAINING = {
     ),
     "a part beside the model": (
         with_objective(Beside),
-        "--task broken: Beside holds teacher.bias, teacher.weight outside its `model`, but only the model",
+        "Beside holds teacher.bias, teacher.weight outside the model, but only the model",
     ),
     "a flag of the trainer in the config": (
         broken(__init__=asks_for_lr),

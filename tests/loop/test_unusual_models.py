@@ -190,7 +190,7 @@ def test_weights_that_are_no_numbers_of_loss_terms_are_refused(weight, refused, 
     file = tmp_path / f"semi_{len(weight)}.py"
     file.write_text(SEMI.replace("WEIGHT(labelled)", weight))
     refused(
-        ["Task.collate: batch['weight'] must be finite and non-negative "],
+        ["batch['weight'] must be finite and non-negative "],
         "--task",
         f"{file}:Semi",
         *RUN[2:],
@@ -253,7 +253,7 @@ def test_a_loss_without_a_gradient_is_refused_with_what_to_return(refused, tmp_p
         "    def build_objective(self):\n"
         "        return GapObjective(self.build())\n"
     )
-    part = "Objective.forward: the loss of this batch depends on no parameter; for a batch without targets"
+    part = "the loss of this batch depends on no parameter; for a batch without targets"
     refused([part], "--task", f"{tmp_path / 'gap.py'}:Gap", *RUN[2:], tmp_path / "run")
 
 

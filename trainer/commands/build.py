@@ -88,7 +88,7 @@ from trainer.parallel.group import Group
 from trainer.parallel.process_group import ProcessGroup
 from trainer.parallel.strategy import SingleDevice, Strategy
 from trainer.registry import told, without_folder
-from trainer.task import Objective, Task, validation_sets
+from trainer.task import Objective, Task, method_name, validation_sets
 
 TOO_LARGE = re.compile("overflow|not enough memory|allocate memory|out of memory|too big|dimension exceeded", re.I)
 CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -350,7 +350,7 @@ def prepare_training(
     All processes must call this function with identical weights. orders: sample order of each phase. Returns the CPU
     time in seconds of a trial forward pass (maximum over phases). Raises UserError for invalid results of the task.
     """
-    check_same_parameters(learner.objective, strategy.group, told(flags.run.task))
+    check_same_parameters(learner.objective, strategy.group, method_name(task, "build_objective"))
     with strategy.unsharded(learner.objective):
         task.check_weights(learner.objective)
     if task.fitted:
@@ -470,25 +470,25 @@ def build_watches(flags: Flags, task: Task, learner: Learner, strategy: Strategy
 def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) -> Learner:
     """Builds the `Learner`, which runs training steps, with equal initial weights on every process."""
     precision, rho = choose_precision(flags.precision, strategy.device), flags.learning.sam_rho
+    where = method_name(task, "build_objective")
 
     def build() -> Objective:
         torch.manual_seed(flags.run.seed)
         objective = task.build_objective()
         if not (isinstance(objective, Objective) and isinstance(objective.model, nn.Module)):
-            account = f"must return an Objective with a model, not a {type(objective).__name__}"
-            raise UserError(f"{told(flags.run.task)}: build_objective {account}")
+            raise UserError(f"{where} must return an Objective with a model, not a {type(objective).__name__}")
         check_signatures(objective, Objective)
         stray = set(objective.state_dict()) - {f"model.{name}" for name in objective.model.state_dict()}
         if stray:
+            name = objective.given_as.get("forward", type(objective).__name__)
             raise UserError(
-                f"{told(flags.run.task)}: {type(objective).__name__} holds {', '.join(sorted(stray)[:3])} outside "
-                "its `model`, but only the model is trained and saved; pass one module that holds everything to "
-                "train (`super().__init__(nn.ModuleDict(...))`), and frozen modules such as a teacher as `helpers` "
-                "(`super().__init__(model, helpers={...})`)"
+                f"{name} holds {', '.join(sorted(stray)[:3])} outside the model, but only the model is trained and "
+                "saved; pass one model that holds everything to train, such as an nn.ModuleDict; frozen modules such "
+                "as a teacher can be `helpers` of a task's objective (`super().__init__(model, helpers={...})`)"
             )
-        check_helpers(objective, f"{told(flags.run.task)}: build_objective", strategy.num_replicas)
+        check_helpers(objective, where, strategy.num_replicas)
         check_blocks(task, objective.model)
-        check_tensors(objective.model, f"{told(flags.run.task)}: build_objective")
+        check_tensors(objective.model, where)
         refuse_joint(objective, strategy, flags.blocks.compile)
         refuse_sam(rho, objective, strategy)
         return with_dense_tensors(module_in_dtype(objective, precision.dtype))

@@ -163,8 +163,7 @@ def _closing_lines(folder: Path, task: Task, task_name: str, progress: Progress)
 def _time_is_up(minutes: float, progress: Progress) -> str:
     return (
         f"--max-minutes {minutes:g}: time is up after {progress.train_seconds / 60:.3g} minutes and {progress.step} "
-        "optimizer steps of training; to continue, raise --max-minutes or leave it out; to score the current weights, "
-        "add --eval-only"
+        "optimizer steps of training; to continue, raise --max-minutes or leave it out"
     )
 
 

@@ -30,7 +30,7 @@ def weighted(batch: Batch, is_placeholder: bool = False) -> WeightedBatch:
     of_samples = batch["weight"].tolist()
     weight = math.fsum(of_samples)
     if not 0 <= weight < math.inf:
-        raise UserError(f"Task.collate: batch['weight'] must be finite and non-negative (its sum is {weight})")
+        raise UserError(f"batch['weight'] must be finite and non-negative (its sum is {weight})")
     return WeightedBatch(batch, weight, 0 if is_placeholder else len(of_samples))
 
 

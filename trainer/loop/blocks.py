@@ -42,8 +42,8 @@ def prepare_blocks(flags: BlockFlags, task: Task, objective: Objective) -> None:
     if flags.grad_checkpointing:
         if not blocks:
             raise UserError(
-                f"--grad-checkpointing: {type(task).__name__} names no blocks for this model; leave the flag out, or "
-                "let Task.blocks return the modules to recompute"
+                "--grad-checkpointing: `Task.blocks` names no modules of this model to recompute; leave the flag out, "
+                "or call torch.utils.checkpoint in the model"
             )
         recompute(blocks)
     if flags.compile:

@@ -22,6 +22,7 @@ from trainer.loop.module_state import (
 )
 from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
+from trainer.task import method_name
 
 
 class Buffers:
@@ -172,7 +173,7 @@ class ForwardState:
 
     def __init__(self, model: nn.Module, without: Iterable[nn.Module]) -> None:
         """without: batch norms to leave out, because `Buffers` synchronises their running statistics."""
-        self._name = f"{type(model).__name__}.forward"
+        self._name = method_name(model, "forward")
         left_out = set(without)
         self._elsewhere = {id(buffer) for module in left_out for buffer in module.buffers(recurse=False)}
         self._persistent: list[list[Any]] = [
@@ -370,7 +371,7 @@ class ForwardState:
             what = f"changes the shape of the persistent buffer {path} from {before} to {shape}"
         raise UserError(
             f"{self._name} {what}, so a new model cannot load a checkpoint of this run; register it with "
-            "persistent=False, or in its final shape in build_objective"
+            "persistent=False, or in its final shape when the model is built"
         )
 
 

@@ -104,10 +104,9 @@ def check_batch(task: Task, batch: object, size: int) -> None:
     """
 
     def refuse(problem: str) -> NoReturn:
-        where = f"{type(task).__name__}.collate"
-        if getattr(type(task), "collate", None) is Task.collate:
-            where = "the data set"  # fit, for example, has no class that the user knows
-        raise UserError(f"{where} {problem}; see Task.collate in trainer/task.py")
+        if getattr(type(task), "collate", None) is Task.collate:  # fit, for example, has no class that the user knows
+            raise UserError(f"the data set {problem}; change the data, or make batches with `collate`")
+        raise UserError(f"{type(task).__name__}.collate {problem}")
 
     if not isinstance(batch, dict):
         refuse(f"must return a dict of tensors, not a {type(batch).__name__}")
@@ -182,7 +181,7 @@ def check_same_parameters(objective: nn.Module, group: Group, where: str) -> Non
         return
     expected, found = next(pair for pair in zip_longest(models[0], models[rank]) if pair[0] != pair[1])
     raise UserError(
-        f"{where}: build_objective makes different parameters on rank {rank} and rank 0, or orders them differently: "
+        f"{where}: makes different parameters on rank {rank} and rank 0, or orders them differently: "
         f"{found} where rank 0 has {expected}; build the same model on all ranks, without iterating over a set"
     )
 
@@ -211,8 +210,8 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
         require_sums(sums, objective, phase)
         if not sums["loss"].requires_grad:
             raise UserError(
-                f"{forward_name(objective, phase)} returns a loss that depends on no parameter of `param_groups`; see "
-                "Objective in trainer/task.py"
+                f"{forward_name(objective, phase)} returns a loss that depends on no parameter to train; compute it "
+                "from the model's outputs, without `detach`, `argmax` or comparisons"
             )
         now = dict(objective.named_parameters())
         changed = (
@@ -220,8 +219,8 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
         )
         if (name := next(changed, None)) is not None:
             raise UserError(
-                f"{forward_name(objective, phase)} changes the parameter {name} differently on each process; change "
-                "it in after_step; see Objective in trainer/task.py"
+                f"{forward_name(objective, phase)} changes the parameter {name} differently on each process; leave "
+                "that to the optimizer, or to `after_step` of a task's objective"
             )
         learner.buffers.learn(changes(), objective, strategy.group)
         (sums["loss"] * 0).backward()

@@ -141,7 +141,7 @@ def _of_mode(
             if objective.is_joint:
                 twice = {name: torch.cat([value, value]) for name, value in whole.items()}
                 return _joint_mean(where, len(whole["weight"]), total, parts, sums(twice, 0))
-            advice = ON_ROWS if objective.loss_name else ADVICE
+            advice = ON_ROWS if objective.given_as else ADVICE
             return _compared(where, advice, _closeness(learner), total, parts, [whole, first, other], sums, clock)
     finally:
         for module, mode in modes:

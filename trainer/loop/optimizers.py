@@ -16,7 +16,7 @@ from trainer.config import shown
 from trainer.flags import LearningFlags
 from trainer.loop.ema import keeps_average
 from trainer.parallel.optimizer_states import remember_settings
-from trainer.task import Objective, ParamGroup, Task, sparse_parameters
+from trainer.task import Objective, ParamGroup, Task, method_name, sparse_parameters
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 OF_EVERY_GROUP = {"params", "weight_decay", "lr_scale"}
@@ -48,7 +48,7 @@ def build_optimizers(
 
 def _refuse(task: Task, method: str, phase: str, problem: str | None) -> None:
     if problem is not None:
-        raise UserError(f"{type(task).__name__}.{method}: phase {phase!r}: {problem}")
+        raise UserError(f"{method_name(task, method)}: phase {phase!r}: {problem}")
 
 
 # --- parameter groups --------------------------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def completed_groups(task: Task, objective: Objective, phase: str, weight_decay:
     ]
     groups = [{"weight_decay": weight_decay, **group} for group in groups if group["params"]]
     if not groups:
-        _refuse(task, "param_groups", phase, "trains no parameters; leave the phase out")
+        _refuse(task, "param_groups", phase, "trains no parameters; give it some with requires_grad=True")
     for group in groups:
         _refuse(task, "param_groups", phase, _problem_of_group(group, sparse))
     return groups

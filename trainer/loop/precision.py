@@ -77,7 +77,7 @@ class Precision:
         """
         if not loss.requires_grad:
             raise UserError(
-                "Objective.forward: the loss of this batch depends on no parameter; for a batch without targets, "
+                "the loss of this batch depends on no parameter; for a batch without targets, "
                 "return a loss that depends on the model, such as logits.sum() * 0"
             )
         dtype = loss.dtype if loss.dtype.itemsize >= 4 else torch.float32
@@ -198,9 +198,8 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
         name, told = type(optimizer).__name__, str(error)
         if "closure" in told.lower() or told == "'NoneType' object is not callable":
             raise UserError(
-                f"Task.build_optimizers: {name} needs a closure that evaluates the loss again, which this "
-                f"trainer does not support ({reason(error)}); use another optimizer, or for SAM its base optimizer "
-                "with --sam-rho"
+                f"the optimizer {name} needs a closure that evaluates the loss again, which is not supported "
+                f"({reason(error)}); use another optimizer, or for SAM its base optimizer with --sam-rho"
             ) from error
         in_parts = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
         if in_parts and any(word in told for word in _OF_PARTS):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer.common.errors import UserError
 from trainer.parallel.devices import queue_of
 from trainer.parallel.group import Group, require_shape
-from trainer.task import Objective, Outputs, PerSample, Sums
+from trainer.task import Objective, Outputs, PerSample, Sums, method_name
 
 COARSE = torch.float16, torch.bfloat16
 """Types that round a sum over samples, or overflow."""
@@ -134,19 +134,17 @@ def require_sums(sums: object, objective: nn.Module, phase: str | None) -> None:
         problem = f"returns a loss of shape {shape}, but must return one number, the sum over the samples"
     else:
         return
-    raise UserError(f"{forward_name(objective, phase)} {problem}; see Objective in trainer/task.py")
+    raise UserError(f"{forward_name(objective, phase)} {problem}")
 
 
 def forward_name(objective: nn.Module, phase: str | None) -> str:
     """Returns the name of an objective's forward for messages. phase: training phase, or None in eval mode."""
-    name = type(objective).__name__
-    if isinstance(objective, Objective) and objective.loss_name:
-        return f"{objective.loss_name} in {'eval' if phase is None else 'train'} mode"
-    if phase is None:
-        return f"{name}.forward(batch) in eval mode"
-    if isinstance(objective, Objective) and objective.is_joint:
-        return f"{name}.joint_loss(rows, {phase!r})"
-    return f"{name}.forward(batch, {phase!r}) in train mode"
+    if phase is not None and isinstance(objective, Objective) and objective.is_joint:
+        return f"{type(objective).__name__}.joint_loss(rows, {phase!r})"
+    name = method_name(objective, "forward")
+    if name.endswith(".forward"):
+        name += "(batch)" if phase is None else f"(batch, {phase!r})"
+    return f"{name} in {'eval' if phase is None else 'train'} mode"
 
 
 def add_sums(sums: Sums, part: Mapping[str, Tensor]) -> None:

@@ -80,8 +80,8 @@ class Distributed(Strategy):
                 if here != there:
                     raise UserError(
                         f"{name} is {_described(there)} on rank {rank} and {_described(here)} on rank 0; build "
-                        "the same model on all ranks in build_objective, or register a buffer that may differ "
-                        "between ranks with persistent=False"
+                        "the same model on all ranks, or register a buffer that may differ between ranks with "
+                        "persistent=False"
                     )
 
     def from_main(self, value: Tensor) -> Tensor:
