@@ -506,8 +506,9 @@ def test_only_the_script_has_the_model(tmp_path, run_here):
     message = "only test_script.py, which calls trainer.fit(model, ...), can build this model"
     with pytest.raises(UserError, match=r"which calls trainer\.fit"):
         trainer.load(run.path)
-    task = run.results["task"]
-    assert message in run_here("--task", task, "--predict", "x.csv", "--save-dir", run.path, status=2).err
+    for task in (["--task", run.results["task"]], []):
+        (err,) = run_here(*task, "--predict", "x.csv", "--save-dir", run.path, status=2).err.splitlines()
+        assert message in err
 
 
 def test_own_collate(tmp_path):

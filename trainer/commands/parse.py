@@ -68,7 +68,7 @@ def parse(
     for file in files:
         problems += layers.add_file(file, all_known=task_type is not None)
     layers.make_room_for(values_given(group_types, without_help)[0])
-    problems += layers.take_out_what_users_alone_name({*given, "task"} if task_type else given.keys())
+    problems += layers.take_out_what_users_alone_name({*given, "task"} if task_type or of_task else given)
     elsewhere = _flags_of_others(argv, group_types, task_name)
     description, examples = about or (DESCRIPTION[several_devices], examples_of(task_name, task_type, several_devices))
     about = f"{description}\nBuilt-in tasks: {', '.join(workloads())}.", examples
