@@ -187,7 +187,7 @@ def test_a_scheduler_s_signal_saves_and_ends_the_script(acts, tmp_path):
     acts(lambda: os.kill(os.getpid(), signal.SIGTERM), 1)
     with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
         trainer.fit(Actor, save_dir=tmp_path, **SETTINGS)
-    assert trainer.SavedRun(tmp_path).state == "preempted"
+    assert trainer.SavedRun(str(tmp_path)).state == "preempted"
     assert trainer.fit(Actor, save_dir=tmp_path, **SETTINGS).run.state == "finished"
 
 

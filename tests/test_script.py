@@ -368,7 +368,7 @@ REFUSED = {
         "fit: the loss returned shape () for 'accuracy'",
     ),
     "a number": ({"loss": lambda model, batch: {"loss": nll(model, batch), "n": 3}}, "returned a int for 'n'"),
-    "no loss": ({"loss": lambda model, batch: {"nll": nll(model, batch)}}, "the loss returned nll, but must return 'l"),
+    "no loss": ({"loss": lambda model, batch: {"nll": nll(model, batch)}}, "in train mode returns nll, but must"),
     "no function": ({"loss": "nll"}, "fit: loss of type str: must map a model and a batch"),
     "a loss of torch": ({"loss": nn.CrossEntropyLoss()}, "fit: loss of type CrossEntropyLoss: must map a model"),
     "no data": ({"train": None}, "fit, train: its data set (NoneType): needs a map-style dataset with `__len__`"),
@@ -405,6 +405,7 @@ REFUSED = {
         "the data set must return a tensor for batch['file'], not a list; change the data, or make batches with",
     ),
     "no blocks": ({"grad_checkpointing": True}, "no modules of this model to recompute; leave the flag out, or call"),
+    "a number among names": ({"names": ("x", 1)}, "the data set must name its values by strings, not by 1; change"),
     "no names of items": (
         {"train": Pairs(), "names": None},
         "fit, train: its data set (Pairs, names=None): its items have 2 value(s)",
@@ -474,6 +475,13 @@ def test_mistakes_are_named(settings, message, tmp_path):
 def test_what_does_not_belong_together_is_named(arguments, message):
     with pytest.raises(UserError, match=message):
         trainer.fit(*arguments)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore:The .grad attribute")
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda model: torch.jit.trace(model, X)])
+def test_a_model_of_torch_jit_is_refused(compiled, tmp_path):
+    with pytest.raises(UserError, match=r"^fit: cannot copy a model made by torch\.jit; pass the model from which"):
+        fit(tmp_path, model=compiled(net()))
 
 
 def test_what_depends_on_the_batch_is_told_in_words_of_the_script(tmp_path, capsys):

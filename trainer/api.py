@@ -69,6 +69,9 @@ class SavedRun:
     path: Path
     task: type[Task] | None = None
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path))  # a string, for example
+
     @property
     def state(self) -> str | None:
         """State in state.json, such as "finished", "preempted" or "paused"; None if the file does not exist."""

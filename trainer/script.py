@@ -109,8 +109,6 @@ class Rows(Objective):
     def forward(self, batch: Batch, phase: str = "train") -> Sums:
         found = self.loss(self.model, batch)
         rows = dict(found) if isinstance(found, Mapping) else {"loss": found}
-        if "loss" not in rows:
-            raise UserError(f"fit: the loss returned {', '.join(map(str, rows)) or 'nothing'}, but must return 'loss'")
         return {name: self._sum(name, value, len(batch["weight"])) for name, value in rows.items()}
 
     def _sum(self, name: str, row: object, num_samples: int) -> Tensor:
@@ -145,6 +143,8 @@ def task_of(model: nn.Module, train: Any, loss: Loss, settings: dict[str, Any]) 
         own = copy.deepcopy(model).cpu()
     except Exception as error:  # a user's module may raise anything
         raise UserError(f"fit: cannot copy the model ({type(error).__name__}: {error}); pass a new model") from None
+    if not all(parameter.is_leaf for parameter in own.parameters()):
+        raise UserError("fit: cannot copy a model made by torch.jit; pass the model from which it was made")
     function = loss.func if isinstance(loss, partial) else loss
     settings["loss"] = _identity(function)
     job = Job(own, loss, sources, names, collate, _builder(optimizer, settings), remarks)

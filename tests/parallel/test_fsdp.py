@@ -255,6 +255,12 @@ def test_refuses_complex_parameters_beside_real_ones():
         refuse_what_cannot_be_cut(PiecesObjective(Spun()), [])
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_refuses_parameters_without_elements():
+    with pytest.raises(UserError, match=r"^--multi-gpu fsdp: weight has no elements and cannot be sharded"):
+        refuse_what_cannot_be_cut(PiecesObjective(torch.nn.Linear(0, 2)), [])
+
+
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_refuses_hooks_of_parameters_which_would_be_lost(register):
     model = Words(PiecesFlags())

@@ -114,6 +114,8 @@ def check_batch(task: Task, batch: object, size: int) -> None:
         if name not in batch:
             refuse(f"must put {name!r} into the batch")
     for name, value in batch.items():
+        if not isinstance(name, str):
+            refuse(f"must name its values by strings, not by {name!r}")
         if not isinstance(value, Tensor):
             refuse(f"must return a tensor for batch[{name!r}], not a {type(value).__name__}")
         if value.dim() == 0 or len(value) != size:

@@ -125,11 +125,9 @@ def require_sums(sums: object, objective: nn.Module, phase: str | None) -> None:
         problem = "returns 'weight', a name reserved for the number of loss terms; rename it"
     elif coarse := [name for name, value in sums.items() if getattr(value, "dtype", None) in COARSE]:
         problem = f"returns {coarse[0]!r} in {sums[coarse[0]].dtype}; sum in float32, with .sum(dtype=torch.float32)"
-    elif phase is None:
-        return
-    elif "loss" not in sums:
+    elif phase and "loss" not in sums:
         problem = f"returns {', '.join(sums) or 'nothing'}, but must return 'loss'"
-    elif sums["loss"].dim() > 0:
+    elif phase and sums["loss"].dim() > 0:
         shape = tuple(sums["loss"].shape)
         problem = f"returns a loss of shape {shape}, but must return one number, the sum over the samples"
     else:

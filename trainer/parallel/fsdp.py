@@ -228,10 +228,9 @@ def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module])
             )
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             label = f"{path}.{name}".lstrip(".")
-            if parameter.dim() == 0:
-                raise UserError(
-                    f"--multi-gpu fsdp: {label} is a scalar, which cannot be sharded; give it the shape (1,)"
-                )
+            if parameter.dim() == 0 or (parameter.requires_grad and not parameter.numel()):
+                what = "has no elements" if parameter.dim() else "is a scalar"
+                raise UserError(f"--multi-gpu fsdp: {label} {what} and cannot be sharded; give it the shape (1,)")
             if has_hooks(parameter):
                 raise UserError(_hooked(label))
             found.setdefault(parameter, {})[label] = unit_of.get(module, 0)
