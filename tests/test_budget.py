@@ -7,13 +7,13 @@ from tests.helpers import budget
 
 LINES_AND_FILES = {
     "checkpoint": (1993, 7),
-    "commands": (3406, 15),
+    "commands": (3405, 15),
     "common": (963, 8),
     "failure": (667, 4),
     "loading": (1763, 11),
     "logs": (794, 6),
     "loop": (6612, 30),
-    "parallel": (3008, 14),
+    "parallel": (3007, 14),
     "trainer": (2774, 8),
 }
 """Of each room of trainer/ but profiling; "trainer" is the files in none."""
