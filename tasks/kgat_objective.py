@@ -42,8 +42,8 @@ class KgatObjective(RankingObjective):
     """Computes the "softmax" or "bpr" loss of item scores and, for KGAT, also the loss of graph triples.
 
     "softmax" is the negative multinomial log-likelihood (Liang et al., WWW 2018): minus the log softmax over all items,
-    summed over the items of a user. "bpr" (Rendle et al., UAI 2009) is softplus(s(j) - s(i)) for scores s of an item i
-    of a user and a random other item j.
+    summed over the items of a user. "bpr" (Rendle et al., UAI 2009) is softplus(s(j) - s(i)) for the scores s(i) of a
+    user's item i and s(j) of a random other item j.
     """
 
     model: Recommender
@@ -58,9 +58,9 @@ class KgatObjective(RankingObjective):
         l2: float = 0.0,
         kg_l2: float = 0.0,
     ) -> None:
-        """Creates the objective. l2: weight of the L2 penalty on the users and items of each loss term.
+        """Creates the objective. l2: weight of the L2 penalty that each loss term adds for its user and items.
 
-        kg_l2: weight of the L2 penalty on the nodes and relations of triples.
+        kg_l2: weight of the L2 penalty that each triple adds for its nodes and relation.
         """
         super().__init__(model, ks, hidden)
         self._loss, self._l2, self._kg_l2 = loss, l2, kg_l2

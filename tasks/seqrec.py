@@ -195,7 +195,7 @@ class SeqrecFlags(FlagGroup):
 
     @property
     def negatives(self) -> Negatives | None:
-        """Number of negatives, drawn separately for each position or once per user; None for full softmax."""
+        """Number of negatives per position ("bce") or per user ("sampled" and "gbce"); None for "ce"."""
         if self.loss == "ce":
             return None
         if self.loss == "bce":
@@ -364,10 +364,9 @@ class SeqrecTask(RecommenderTask):
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
         """Returns the mean loss per predicted item in training, and metrics at each cut-off of --ks in evaluation.
 
-        hr, ndcg and mrr rank the true item among all items; sampled_hr, sampled_ndcg and sampled_mrr rank the true item
-        among 100 random items. Tied items share their mean rank. coverage is the share of items that are recommended to
-        at least one user. popularity is the share of users who have a recommended item in training, averaged over all
-        recommendations.
+        hr, ndcg and mrr rank the true item among all items; sampled_hr, sampled_ndcg and sampled_mrr rank it among 100
+        random items. Tied items share their mean rank. coverage is the share of items that are recommended to at least
+        one user. popularity is the mean, over all recommendations, of the share of users who have the item in training.
         """
         weight, cutoffs = sums["weight"], self.config.ks
         if "loss" in sums:

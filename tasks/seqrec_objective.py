@@ -79,11 +79,11 @@ class SeqrecObjective(Objective):
         return scores
 
     def recommend(self, batch: Batch, num_items: int) -> tuple[Tensor, Tensor]:
-        """Returns the highest scores and their items, (B, num_items) each, without the batch's "seen" items."""
+        """Returns the highest scores and their items, (B, num_items) each; the batch's "seen" items score -inf."""
         return highest(without_seen(self._scores(batch), batch), num_items)
 
     def _places(self, batch: Batch) -> Sums:
-        """Sums metrics of the true item, ranked among all and among random items; counts recommendations per item."""
+        """Sums metrics of the true item's rank among all and among random items; counts recommendations per item."""
         scores = self._scores(batch)
         target = batch["target"].unsqueeze(1)
         of_target = scores.gather(1, target).squeeze(1)

@@ -333,8 +333,8 @@ class SpeechTask(Task):
     def _long_enough(self, part: np.ndarray) -> np.ndarray:
         """Returns the training utterances that have enough frames for CTC even at the highest augmented speed.
 
-        Validation and test sets keep shorter utterances. Raises UserError if all training utterances are too short, or
-        if any is too short and --on-bad is refuse.
+        Validation and test sets keep short utterances. Raises UserError if all training utterances are too short, or if
+        any is too short and --on-bad is refuse.
         """
         corpus, model = self.corpus, self._build_model()
         needed = np.array([shortest_frames(self.alphabet.encode(text)) for text in corpus.transcripts])
@@ -452,14 +452,14 @@ class SpeechTask(Task):
         return max(int(model.num_frames(num_samples)), *(len(self.alphabet.encode(text)) for text in texts))
 
     def initialise(self, objective: Objective) -> None:
-        """Computes mean and standard deviation of training features, with which streaming models normalise features."""
+        """Computes the mean and standard deviation of training features; streaming models normalise with these."""
         assert isinstance(objective, SpeechObjective)
         front_end, train = objective.model.front_end, self._splits["train"]
         if front_end.normalise != "utterance":
             front_end.fit_statistics(self._training_audio(train))
 
     def _training_audio(self, train: Utterances | Strings) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields evenly spaced training utterances as audio (1, S) and the number of audio samples (1,)."""
+        """Yields the audio (1, S) and the number of audio samples (1,) of evenly spaced training utterances."""
         for i in range(0, len(train), max(1, len(train) // _STATISTICS_UTTERANCES)):
             samples = train.__getitems__(SampleKeys(np.array([i]), epoch=0))
             yield torch.from_numpy(samples["audio"]), torch.from_numpy(samples["num_samples"])

@@ -43,7 +43,7 @@ class SpeechObjective(Objective):
         self.longest = longest
 
     def recognise(self, batch: Batch) -> Recognised:
-        """Runs the model on a batch, and applies the augmentations that a training batch contains."""
+        """Runs the model on a batch, with the augmentations that a training batch specifies."""
         distortions = (batch.get(name) for name in ("warp", "freq_masks", "time_masks", "masking_db"))
         found: Recognised = self.model(batch["audio"], batch["num_samples"], *distortions)
         return found

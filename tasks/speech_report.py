@@ -30,7 +30,7 @@ MOST_ROWS, LEAST_PEAK = 16, 0.1
 
 
 def error_rates(said: Sequence[str], heard: Sequence[str]) -> dict[str, float]:
-    """Returns word and character error rates ("wer", "cer"): edits / length of the references; they can exceed 1.
+    """Returns word and character error rates ("wer", "cer"): edits per reference word or character, which can exceed 1.
 
     "string_error_rate" is the share of utterances with at least one error. said: references. heard: decoded texts.
     """

@@ -365,7 +365,7 @@ class TabularTask(Task):
         return ConsecutiveBatches(self.num_samples(phase), global_batch_size)
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """Returns indices of the synthetic tables that form the largest batch, or of a user's first problems."""
+        """Returns the indices of the largest batch of synthetic tables, or the first ones for a user's table."""
         tables = self.splits()["train"]
         if isinstance(tables, PriorTables):
             return tables.largest(epoch, count)
@@ -435,7 +435,7 @@ class TabularTask(Task):
     # --- results ------------------------------------------------------------------------------------------------
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
-        """Returns loss, accuracy and mean AUC for synthetic tables; the metrics of `scores` for a user's table."""
+        """Returns loss, accuracy and mean AUC for synthetic tables, and the metrics of `scores` for a user's table."""
         metrics = {"loss": float(sums["loss"] / sums["weight"])}
         if "probabilities" in sums:
             rounded = scores(sums["label"].numpy(), sums["probabilities"].numpy())
@@ -499,7 +499,7 @@ class TabularTask(Task):
     # --- prediction ---------------------------------------------------------------------------------------------
 
     def new_data(self, path: Path) -> KeyedDataset:
-        """Reads the rows to classify, with the features of --data-dir. Raises UserError if the data are unusable."""
+        """Reads the rows to classify. Raises UserError if the data are unusable or lack a feature of --data-dir."""
         if self.config.data_dir is None:
             raise UserError(
                 f"--predict {path}: predictions need a table with known classes; add --data-dir and --label"

@@ -247,7 +247,7 @@ class TabularClassifier:
         return run
 
     def _tuned(self) -> TrainedRun:
-        """Tunes the network with `trainer.fit` in a temporary folder; if a signal stops it, sends the signal again."""
+        """Tunes the network with `trainer.fit` in a temporary folder. If a signal stops `fit`, raises it again."""
         several = {"multi_gpu": forms.USUAL, "nproc": int(self.num_devices)} if self.num_devices > 1 else {}
         of_weights = self._flags_of_weights()
         quiet = nullcontext() if self.verbose else redirect_stdout(io.StringIO())

@@ -84,7 +84,7 @@ class SavedRun:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics in results.json, such as "test/loss", with NaN for infinity; {} until the run has finished."""
+        """Metrics in results.json, such as "test/loss", where NaN replaces infinity; {} until the run has finished."""
         return with_nan(self.results.get("metrics", {}))
 
     @property
@@ -145,7 +145,7 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
     as in `from_dataset`. optimizer: a value of `--optimizer`, a class, or a functools.partial of a class without lr.
 
     Under a launcher such as torchrun, all processes call `fit` and train together. Without a launcher,
-    `multi_gpu="ddp"` starts processes that import the task's class, or run the script again up to this call.
+    `multi_gpu="ddp"` starts processes, which import the task's class or, for a model, rerun the script up to this call.
 
     Ctrl-C during training saves the run and returns it with the state "preempted" and no metrics. A second Ctrl-C, or a
     Ctrl-C before training, raises KeyboardInterrupt at once. Other stop signals, such as SIGTERM, and any stop under a
@@ -215,7 +215,7 @@ def _task_of(task: Any, script: Sequence[Any], settings: dict[str, Any]) -> type
 
 
 def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[str], list[str], bool]:
-    """Returns the settings as a command line, problems with them, and whether they request several devices."""
+    """Returns the settings as a command line, their errors, and whether they request several devices."""
     if not (isinstance(task, type) and issubclass(task, Task)):
         raise UserError(f"fit: {task!r}: must be a subclass of trainer.Task, the name of a task, or an nn.Module")
     given = {name: value for name, value in settings.items() if value is not None}
@@ -249,7 +249,7 @@ def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | 
 
 
 def _fit_in_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str], run: SavedRun, number: int) -> Fitted:
-    """Trains in new processes. Raises the UserError of a process or a failed import, and Failure for other errors."""
+    """Trains in new processes. Raises UserError for mistakes in the input, and Failure for other errors."""
     task, form = run.task, f"multi_gpu {multi.multi_gpu}"
     assert task is not None
     if issubclass(task, Script):

@@ -66,8 +66,8 @@ class RunDirectory:
     def acquire(self, agents: Sequence[str] = (), creates: bool = True) -> None:
         """Creates, locks and repairs the directory. Raises UserError if one of these steps fails.
 
-        agents: the torchrun agents of this job; if one of these agents also started the previous attempt, this process
-        takes over the lock of a lost node. creates: False for the directory of a running job, which must exist.
+        agents: torchrun agents of this job; if one of them also started the previous attempt, this process takes the
+        lock without waiting to see whether its holder is alive. creates: False if the directory must already exist.
         """
         with refusing_disk_errors(f"--save-dir {self.path}", "choose a folder that can be written to"):
             if creates:

@@ -320,13 +320,13 @@ class SavedProgress:
     """Progress of a run as stored in checkpoints.
 
     evaluations_since_best: for early stopping. last_report: completed optimizer steps at the last report of metrics,
-    after an evaluation or epoch. train_seconds: seconds of training, evaluation and saving, added over all starts of
-    the run, at the last call of `read_clock`. reported: by phase, the sums of loss and weight that were logged last,
-    over all processes. samples: number of samples in the totals (sums of metrics since the last report) of all
-    processes. misses_samples: whether totals are incomplete because a process was lost. skipped_steps: optimizer steps
-    skipped because a loss or gradient was not finite. skipped_in_a_row: the last skipped step, and the number of
-    consecutive skipped steps up to it. rate_drops: how often `--schedule plateau` has lowered the learning rate.
-    task_state: last result of `Task.after_validation`. scores: metrics of the best or, without validation, last report.
+    after an evaluation or epoch. train_seconds: seconds of training, evaluation and saving until the last call of
+    `read_clock`, including earlier starts of the run. reported: each phase's totals of loss and weight at the last
+    logged step; totals are sums over all processes since the last report. samples: number of samples in the totals.
+    misses_samples: whether totals are incomplete because a process was lost. skipped_steps: optimizer steps skipped
+    because a loss or gradient was not finite. skipped_in_a_row: the last skipped step, and the number of consecutive
+    skipped steps up to it. rate_drops: how often `--schedule plateau` has lowered the learning rate. task_state: last
+    result of `Task.after_validation`. scores: metrics of the best or, without validation, last report.
     """
 
     position: Position = saved(_POSITION, Position(), read=lambda value: Position(**value))
@@ -444,7 +444,7 @@ def brought_up_to_date(state: Mapping[str, Any], entries: Mapping[str, Saved] = 
 def schema_error_of_checkpoint(state: Mapping[str, Any], resumable: bool) -> str | None:
     """Returns a checkpoint's first schema error, with the entry's name; None if the checkpoint is valid.
 
-    resumable: require all entries that resuming needs; otherwise check only the entries in `state`.
+    resumable: whether to require all entries that resuming needs; otherwise, only the entries in `state` are checked.
     """
     if resumable:
         return first_schema_error([_record_of(ENTRIES), _equally_many_phases, _position_in_epoch], state)
