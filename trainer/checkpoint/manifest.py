@@ -134,7 +134,7 @@ def schema_error_of_manifest(content: Any) -> str | None:
 
 
 def _one_entry_a_file(name: str, content: Mapping[str, Any]) -> None:
-    """Raises ValueError if two entries have the same file, since evicting one entry would delete the file of both."""
+    """Raises ValueError if two entries name the same file, since evicting one would delete the other's file."""
     files = [entry["file"] for entry in content["checkpoints"]]
     if len(set(files)) < len(files):
         raise ValueError("checkpoints: names a file twice")
@@ -209,7 +209,7 @@ def link(name: Path, file: Path, writer: Lock) -> None:
 
 @dataclass(frozen=True)
 class Retention:
-    """How many newest (0: all) and how many best checkpoints to keep. mode: "max" if larger values are better."""
+    """How many of the newest (0: all) and of the best checkpoints to keep. mode: "max" if larger values are better."""
 
     newest: int
     best: int = 1

@@ -22,7 +22,7 @@ from trainer.loading.order import Position
 class TrainedRun:
     """Loaded checkpoint of a run. label: plural noun for the weights in messages.
 
-    comes_with_task: whether these are pretrained weights of the task; other flags and data may be used with them.
+    comes_with_task: whether `Task.shipped_weights` names the weights; `--eval-only` then accepts other data.
     remarks: sentences for the user about the choice of weights.
     """
 
@@ -123,7 +123,7 @@ class WeightComparison:
 
 
 def compare(model: nn.Module, weights: Mapping[str, Tensor]) -> WeightComparison:
-    """Compares weights with a model's by name, shape and dtype; ignores a prefix that all names in `weights` share."""
+    """Compares weights with a model's state dict by name, shape and dtype; ignores a prefix that all weights share."""
     own = model.state_dict()
     found = _without_prefix(weights, own)
     unlike = {

@@ -175,7 +175,7 @@ def build_task(flags: Flags) -> Task:
 
 
 def _new_task(flags: Flags) -> Task:
-    """Creates the task. Raises UserError if `__init__` rejects the arguments or reads a field that `Config` lacks."""
+    """Creates the task. Raises UserError if its `__init__` rejects the arguments or reads an unknown config field."""
     assert flags.task_type is not None
     arguments = flags.task, flags.run.seed, flags.run.cache_dir
     check_constructor(flags.task_type, arguments)
@@ -347,8 +347,8 @@ def prepare_training(
 ) -> float:
     """Wraps the model for the run's devices and builds the optimizers, for each phase.
 
-    All processes must call this function with identical weights. orders: sample order of each phase. Returns the CPU
-    time in seconds of a trial forward pass (maximum over phases). Raises UserError for invalid results of the task.
+    All processes must call this function with equal weights. orders: sample order of each phase. Returns the CPU time
+    in seconds of a trial forward pass (maximum over phases). Raises UserError if the task returns an invalid value.
     """
     check_same_parameters(learner.objective, strategy.group, method_name(task, "build_objective"))
     with strategy.unsharded(learner.objective):

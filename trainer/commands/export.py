@@ -106,7 +106,7 @@ def recorded_call(task: Task, objective: Objective, batch: Batch) -> Exported:
 
 
 def traced(calls: Sequence[Exported]) -> ExportedProgram:
-    """Exports the module of the first call; dimensions that differ between calls become dynamic."""
+    """Exports `calls[0].program`; dimensions that differ between calls, or that `lengths` names, become dynamic."""
     first, others = calls[0], AdditionalInputs()
     for call in calls[1:]:
         others.add(*_arguments(call))
@@ -164,7 +164,7 @@ def _refusing_failures(what: str) -> Iterator[None]:
 
 
 def largest_difference(call: Exported, found: Sequence[Tensor]) -> float:
-    """Returns the largest relative difference from `call.expected`; inf for NaN, or unequal shapes or infinities."""
+    """Returns the largest relative difference from `call.expected`; inf for NaN, or if shapes or infinities differ."""
     expected, largest = _tensors(call.expected), 0.0
     if [tensor.shape for tensor in expected] != [tensor.shape for tensor in found]:
         return float("inf")

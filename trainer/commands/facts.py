@@ -97,7 +97,7 @@ def batches_of(task: Task) -> dict[str, Batch]:
 
 
 def remarks_on_weights(task: Task) -> list[str]:
-    """Names data sets in which any of a few samples has a weight other than 1, unless the task overrides `collate`."""
+    """Names the data sets that have a weight other than 1 in `batches_of`, unless the task overrides `collate`."""
     if type(task).collate is not Task.collate:
         return []
     weights = {name: batch["weight"] for name, batch in batches_of(task).items()}
@@ -141,7 +141,7 @@ def code_digests(task_type: type[Task]) -> dict[str, str]:
 
 
 def _sha256(files: Sequence[Path]) -> str | None:
-    """Returns the sha256 of the concatenated files; None for no files or an unreadable file."""
+    """Returns the sha256 of the concatenated files; None if there are no files or one cannot be read."""
     digest = hashlib.sha256()
     try:
         for file in files:

@@ -153,7 +153,7 @@ class Changes:
         return f"undo the change to {', '.join(own)}" if own else otherwise
 
     def refuse_another_run(self) -> None:
-        """Raises UserError if task, number of phases, `describe_data` or `--optimizer` differ from the checkpoint's."""
+        """Raises UserError if the task, its number of phases, its described data or `--optimizer` has changed."""
         task, optimizer, num_phases = self.now["task"], self.now["config"]["--optimizer"], len(self._task.phases)
         if not is_same_task(self.then["task"], task):
             raise UserError(
@@ -191,7 +191,7 @@ class Changes:
     def refuse_other_data(self, source: str, to_train: bool = False) -> None:
         """Raises UserError if the result of `Task.describe_data` differs from the one in the checkpoint.
 
-        source: noun for the weights in messages. to_train: whether facts that the checkpoint lacks also count.
+        source: noun for the weights in messages. to_train: whether a fact that the checkpoint lacks is a difference.
         """
         then, now = self.then.get("data_facts", {}), self.now["data_facts"]
         for name in sorted(then.keys() | now.keys() if to_train else then.keys()):
@@ -208,11 +208,11 @@ class Changes:
 
     @property
     def _global_batches(self) -> list[str]:
-        """Two texts: the global batch sizes of all phases in the checkpoint, and those in the run."""
+        """The global batch sizes of all phases as two texts: first the checkpoint's, then the run's."""
         return [" and ".join(map(str, facts["global_batch_sizes"])) for facts in (self.then, self.now)]
 
     def refuse_other_epochs(self) -> NoReturn:
-        """Raises a UserError which explains that the number of samples of the unfinished epoch has changed."""
+        """Raises UserError, because the number of samples of the unfinished epoch has changed."""
         then, now = self.then["phase_sizes"], self.now["phase_sizes"]
         wholes = self._global_batches
         if "--drop-last" in self.flags:
@@ -240,7 +240,7 @@ class Changes:
         return not drops and self.then["phase_sizes"] != self.now["phase_sizes"]
 
     def keep_initial_weights(self) -> list[str]:
-        """Records the checkpoint's `--init-from` and `--init-from-partial`; returns notes on other given values."""
+        """Records the checkpoint's `--init-from` and `--init-from-partial`; returns a note on each ignored value."""
         before, now, notes = self.then.get("config", {}), self.now["config"], []
         for name in ("--init-from", "--init-from-partial"):
             given, now[name] = now.get(name), before.get(name)
@@ -263,7 +263,7 @@ class Changes:
         ]
 
     def notes_on_order(self, plan: Plan, position: Position) -> list[str]:
-        """Notes on unfinished epochs to which `Task.order` gives other samples, because the batch size changed."""
+        """Notes on unfinished epochs that use samples twice, because `Task.order` depends on the changed batch size."""
         notes = []
         for phase, order in enumerate(plan.orders):
             then, now = (facts["global_batch_sizes"][phase] for facts in (self.then, self.now))
@@ -316,7 +316,7 @@ class Changes:
 
 
 def _difference(then: Any, now: Any) -> str:
-    """Describes how two values differ; of long lists and texts, shows only items or lines that one of them lacks."""
+    """Describes how two values differ: for long lists or texts, by the items or lines that only one contains."""
     before, after = _entries(then), _entries(now)
     more, fewer = ([name for name in one if name not in other] for one, other in ((after, before), (before, after)))
     if len(shown(now)) <= _SHOWN_WIDTH or not (more or fewer):
@@ -364,7 +364,7 @@ def changed_flags(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
 
 
 def _is_same(then: Any, now: Any) -> bool:
-    """Compares formatted values, since JSON has no tuples; a relative path equals its absolute path."""
+    """Compares values as text, because JSON turns tuples into lists; a relative path equals its absolute path."""
     is_path = isinstance(then, str) and isinstance(now, str) and Path(now).is_absolute()
     return shown(then) == shown(now) or (is_path and Path(then).absolute() == Path(now))
 
@@ -377,5 +377,5 @@ def changed_since_last_start(folder: Path, config: Mapping[str, Any]) -> dict[st
 
 
 def differences(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """Formats changed flags, such as "--lr 0.1 instead of 0.2", old value first; "" for no change."""
+    """Formats changed flags, such as "--lr 0.1 instead of 0.2", old value first; "" if nothing changed."""
     return ", ".join(f"{name} {shown(then)} instead of {shown(now)}" for name, (then, now) in changed.items())

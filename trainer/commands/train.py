@@ -1,6 +1,6 @@
 """Trains in a run directory: builds or resumes a run, trains and evaluates it, and records how it ended.
 
-state.json distinguishes a stop after saving, a user error and a crash, for which torchrun returns the same exit status.
+state.json distinguishes a stop after saving, a user error and a crash, unlike torchrun's exit status.
 """
 
 import os
