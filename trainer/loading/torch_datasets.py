@@ -29,18 +29,18 @@ def from_dataset(
 
     Example: `from_dataset(CIFAR10(path, transform=transform), seed=self.seed, names=("image", "label"))`.
 
-    A TensorDataset, a Subset of a TensorDataset, or a dictionary of arrays or tensors of equal length gathers whole
-    batches at once, and can be placed on a GPU (`--data-on`).
+    Without `collate`, a TensorDataset, a Subset of one, or a dictionary of arrays or tensors of equal length gathers
+    whole batches at once, and can be placed on a GPU (`--data-on`).
 
     Random numbers that an item draws from `random`, `numpy.random` and PyTorch's default generator, for example in its
     transforms, are a function of (seed, epoch, index): they are the same in any batch, worker or process, before and
     after a resume. The states of the three named generators are restored after each batch. Other generators, such as a
     transform's own `np.random.default_rng()` or a generator on a GPU, are not seeded, so their numbers may vary.
 
-    dataset: a map-style dataset, not an IterableDataset.
+    dataset: a map-style dataset, or a dictionary of arrays or tensors.
     collate: makes a batch from a list of items. A batch is a dictionary, a tuple or a single value, and dim 0 of its
-        tensors and arrays is the batch dimension. `collate` must not draw random numbers, because processes batch
-        samples differently. Default: PyTorch's `default_collate`, as in a DataLoader.
+        tensors and arrays is the batch dimension. `collate` must not draw random numbers, because batches differ
+        with the number of processes. Default: PyTorch's `default_collate`, as in a DataLoader.
     seed: usually the task's seed.
     names: names for the parts of a tuple item, or for a single value; dictionaries and named tuples have names already.
 

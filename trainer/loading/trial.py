@@ -1,4 +1,4 @@
-"""Measures whether worker processes save time, and finds changes of the data that workers would not see."""
+"""Measures whether worker processes save time, and detects changes to data that workers would not see."""
 
 import io
 import pickle
@@ -51,7 +51,7 @@ class Trial:
 
 
 def outline(roots: Iterable[Any]) -> dict[str, Any]:
-    """Returns a digest (or UNKNOWN) of each attribute of objects, by names such as "Windows.cache".
+    """Returns a dictionary from attribute names, such as "Windows.cache", to digests of the values (or UNKNOWN).
 
     Equal outlines mean that nothing has changed, except perhaps numbers in large arrays. Reading from an open file or
     drawing from a random number generator counts as a change.
@@ -66,7 +66,7 @@ def outline(roots: Iterable[Any]) -> dict[str, Any]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """Returns an object's attributes by name, except cached properties and the position of a run (TOLD)."""
+    """Returns an object's attributes by name, except cached properties and the run's position (TOLD)."""
     held, kind = getattr(value, "__dict__", {}), type(value)
     names = [name for name in held if name != TOLD and not isinstance(getattr(kind, name, None), cached_property)]
     return {name: held[name] for name in names}

@@ -108,7 +108,7 @@ class Workers:
             )
 
     def add(self, datasets: Sequence[KeyedDataset], collate: Collate) -> int:
-        """Registers a loader's data sets, by phase, and their collate function; returns its number for requests."""
+        """Registers a loader's data sets, by phase, and collate function; returns the loader's number for requests."""
         running = self._processes is not None and has_workers(self._processes)
         assert not running, "running workers would not see the new data set"
         self._batches.sources.append((datasets, collate))
@@ -276,7 +276,7 @@ class Workers:
 class BatchStream(Iterator[Batch]):
     """Iterator over the batches of one call of `Workers.load`.
 
-    requests: not yet sent to workers. arrived: received batches, or errors in place of batches.
+    requests: those not yet sent to workers. arrived: received batches, or errors in place of batches.
     """
 
     def __init__(self, workers: Workers, requests: Iterator[Request], trains: bool) -> None:
@@ -302,7 +302,6 @@ class BatchLoader:
         return self._workers.load(self._number, keys, self._trains, ahead)
 
     def one(self, keys: SampleKeys) -> Batch:
-        """Makes a single batch in this process."""
         return self._workers.one(self._number, keys)
 
     def close(self) -> None:

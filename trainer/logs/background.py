@@ -84,7 +84,7 @@ class BackgroundLogger(Logger):
         return not self._thread.is_alive()
 
     def leave(self) -> None:
-        """Abandons the thread if it still runs, and adds notes about calls that were not forwarded."""
+        """Abandons the thread if it is still running, and adds notes about calls that were not forwarded."""
         with self._changed:
             num_missed = len(self._waiting)
             self._waiting.clear()
@@ -146,7 +146,7 @@ def end_all(loggers: Sequence[BackgroundLogger], state: str, say: Callable[[str]
 
 
 def some_are_left() -> bool:
-    """Returns whether an abandoned logger's thread still runs, which may block the interpreter's exit."""
+    """Returns whether an abandoned logger's thread is still running and may block the interpreter's exit."""
     return any(thread.name == THREAD_NAME for thread in threading.enumerate())
 
 

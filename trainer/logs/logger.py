@@ -34,7 +34,7 @@ class Record:
 
     event: "step", every `--log-interval` steps; "evaluation", within an epoch; "epoch", at an epoch's end; "result",
     the final scores. step: completed optimizer steps. position: None for a result. values: metrics by name, such as
-    "train/loss" or "learning_rate"; may be NaN or infinite. text: the metrics, formatted in one or several lines.
+    "train/loss" or "learning_rate"; may be NaN or infinite. text: the metrics as one or more lines.
     """
 
     event: Literal["step", "evaluation", "epoch", "result"]
@@ -47,8 +47,8 @@ class Record:
 class Logger:
     """Base class of loggers, whose methods do nothing unless overridden.
 
-    Rank 0 creates a logger of `--logger` without arguments, and calls its methods in a separate thread, one at a time,
-    `start` first and `end` last.
+    Rank 0 creates each logger of `--logger` without arguments, and calls its methods one at a time in a separate
+    thread, `start` first and `end` last.
     """
 
     def start(self, run: LoggedRun) -> None:

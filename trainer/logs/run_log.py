@@ -105,7 +105,7 @@ class RunLog:
         """Logs a report after an epoch or an evaluation.
 
         metrics: metrics since the last report. position: after an epoch, the start of the next epoch. epochs_done:
-        includes a fraction of the current epoch.
+        completed epochs, including a fraction of the current epoch.
         """
         speed = {"epoch_seconds": time.monotonic() - self._segment_started}
         if self._segment_samples > 0:  # no samples if the run resumed after the epoch's last step

@@ -56,8 +56,8 @@ def prepare_blocks(flags: BlockFlags, task: Task, objective: Objective) -> None:
 def recompute(blocks: Sequence[nn.Module]) -> None:
     """Makes blocks recompute their activations in the backward pass instead of storing them.
 
-    A recomputation uses the random numbers, buffers and attributes of the original forward pass, and then restores the
-    buffers and attributes that it found.
+    A recomputation uses the random numbers, buffers and attributes of the original forward pass, and leaves the
+    block's current buffers and attributes unchanged.
     """
     for block in blocks:
         kind = type(block)
@@ -178,8 +178,8 @@ class _AsFound(AbstractContextManager[None]):
 def compile_units(units: Sequence[nn.Module]) -> None:
     """Marks modules for compilation at their next call, with dynamic shapes.
 
-    With dynamic shapes, only the first call determines the compiled code. A resumed run makes the same first call as an
-    uninterrupted run, and therefore computes the same results.
+    With dynamic shapes, the compiled code depends only on the first call, not on later shapes. A resumed run makes the
+    same first call as an uninterrupted run, and therefore computes the same results.
     """
     set_up_compiler(_MOST_VERSIONS)
     for unit in units:

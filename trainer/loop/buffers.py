@@ -48,7 +48,7 @@ class Buffers:
         self._pending: tuple[Tensor, Callable[[], None]] | None = None
 
     def learn(self, changes: Iterable[Change], model: nn.Module, group: Group) -> None:
-        """Registers any process's changes in a trial forward pass. Raises UserError for reshaped persistent buffers."""
+        """Registers what a trial forward pass changed on any rank. Raises UserError for reshaped persistent buffers."""
         self.forward_state.learn(changes)
         self.forward_state.settle(model, group)
         self.is_active = self.is_active or self.forward_state.is_active
@@ -77,7 +77,7 @@ class Buffers:
             self._statistics.set(before)
 
     def start_agreement(self, group: Group) -> None:
-        """Starts the all-reduce of running statistics' changes after a step's last forward pass; `agree` waits for it.
+        """Starts the all-reduce of changes to running statistics after a step's last forward pass; `agree` awaits it.
 
         The all-reduce overlaps with the backward pass, which does not read running statistics in train mode. All
         processes must call this method, and at least one process must have samples.
@@ -291,7 +291,7 @@ class ForwardState:
                 owner[name] = value
 
     def agree(self, strategy: Strategy) -> None:
-        """Copies rank 0's shared buffers to all processes. Raises UserError if a persistent buffer changed its shape.
+        """Copies rank 0's shared buffers to all processes.
 
         All processes must call this method after a step's last backward pass, which may read the old values.
         """

@@ -99,7 +99,7 @@ def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progr
 def refuse_another_model(weights: Mapping[str, Tensor], outline: Outline, step: int) -> None:
     """Raises UnfitState if the names, shapes or dtypes of the model's tensors have changed since it was built.
 
-    A resume could not load the changed model. step: completed optimizer steps.
+    No run could resume from a checkpoint of the changed model. step: completed optimizer steps.
     """
     now = {name: (weight.dtype, tuple(weight.shape)) for name, weight in weights.items()}
     name = next((name for name in {**outline, **now} if outline.get(name) != now.get(name)), None)

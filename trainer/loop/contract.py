@@ -195,7 +195,7 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
     of 0. Raises UserError if the objective breaks the contract of `Objective`.
 
     DistributedDataParallel rebuilds its buckets after its first backward pass, which changes the order of summation.
-    Without a trial, a resumed run's first step would add gradients in another order than an uninterrupted run does.
+    Without a trial, the first step after a resume would use a different order from that of an uninterrupted run.
     """
     net, objective = learner.enter(phase), learner.objective
     with _leaving_no_trace(learner, net, strategy) as changes:
@@ -250,7 +250,7 @@ def check_single_samples(
 ) -> None:
     """Raises UserError if a training forward pass would get one sample, which a batch norm of the model rejects.
 
-    Tries this, because BatchNorm2d accepts a single sample of several pixels. All processes must call this function.
+    Runs a trial, because BatchNorm2d accepts a single sample of several pixels. All processes must call this function.
     """
     if not any(isinstance(module, BATCH_NORMS) for module in learner.objective.modules()):
         return
@@ -286,7 +286,7 @@ def leaves_a_single_sample(strategy: Strategy, global_batch_size: int, micro_bat
 
 @contextmanager
 def _leaving_no_trace(learner: Learner, net: nn.Module, strategy: Strategy) -> Iterator[Callable[[], list[Change]]]:
-    """Context for trial forward passes in train mode; undoes their changes. Yields a function that returns them."""
+    """Context for trial forward passes in train mode; yields a function that returns the changes, undone on exit."""
     net.train()
     with leaving_no_trace(learner.objective) as changes, strategy.keeping_generators():
         yield changes
@@ -294,7 +294,7 @@ def _leaving_no_trace(learner: Learner, net: nn.Module, strategy: Strategy) -> I
 
 
 def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float]:
-    """Converts metrics that `method` returned to Python numbers. Raises UserError if they are not a dict of numbers."""
+    """Returns the metrics of `method` as Python numbers. Raises UserError if they are not a dict of numbers."""
     name = f"{type(task).__name__}.{method}"
     if not isinstance(metrics, dict):
         raise UserError(f"{name}: must return a dict of numbers, not a {type(metrics).__name__}")

@@ -2,8 +2,8 @@
 
 With a small model a GPU waits for the host, which launches hundreds of kernels per step. One graph runs the forward and
 backward pass of a micro-batch. Another graph runs the weight update, after processes have summed their gradients. Each
-input signature (names, shapes, strides and dtypes) has its own graph. A graph computes the same bits as eager kernels.
-Work that cannot be captured runs eagerly.
+input signature (names, shapes, strides and dtypes) has its own graph. With deterministic kernels, a graph's
+results are bit-identical to eager results. Work that cannot be captured runs eagerly.
 """
 
 import gc

@@ -126,7 +126,7 @@ class JointLearner(Learner, Watch):
         key: tuple[int, ...],
         parts: Sequence[Rows],
     ) -> Callable[[Rows], Sums]:
-        """Returns a function from a micro-batch's outputs to sums whose loss backpropagates the joint loss's gradients.
+        """Returns a function that turns a micro-batch's outputs into sums with the joint loss's gradients.
 
         parts: outputs of each micro-batch. num_samples: samples in each micro-batch, 0 for a placeholder batch. The
         loss from the function's last call also backpropagates to parameters that the joint loss uses directly. Only

@@ -172,7 +172,7 @@ def _compared(
 ) -> list[str]:
     """Returns a message if the sums of a batch's parts do not add up to the sums of the batch.
 
-    Raises UserError if a sum is a mean. batches: the whole batch and its parts.
+    batches: the whole batch and its parts.
     """
     num_samples = len(batches[0]["weight"])
     for part in parts:

@@ -79,11 +79,11 @@ class Learner:
             net.train()
 
     def launching(self) -> AbstractContextManager[None]:
-        """Returns the context manager to train in; with CUDA graphs, it selects the GPU stream of their captures."""
+        """Returns the context manager to train in; with CUDA graphs, it selects the GPU stream used for captures."""
         return nullcontext()
 
     def release(self) -> bool:
-        """Frees device memory that only serves speed, such as CUDA graphs; returns whether there was any."""
+        """Frees device memory used only for speed, such as CUDA graphs; returns whether there was any."""
         return False
 
     def accumulate_window(
@@ -127,7 +127,7 @@ class Learner:
         return sums
 
     def begin_evaluation(self) -> None:
-        """Prepares an evaluation; called in eval mode with the weights to evaluate, before the first forward."""
+        """Prepares an evaluation; called in eval mode with the weights to evaluate, before the first forward pass."""
 
     def evaluate(self, net: nn.Module, strategy: Strategy, batch: Batch) -> Outputs:
         """Returns the objective's outputs for a batch in eval mode. net: from `Strategy.evaluation_module`."""
