@@ -75,8 +75,8 @@ def _blocks(tensors: Iterable[Tensor], most: int) -> Iterator[Tensor]:
 class Account(NamedTuple):
     """Description of one process's model; all descriptions are gathered if fingerprints (hashes) differ.
 
-    member: name of the process. kind: type of device; devices of one type compute equal bits. hashes: hash of each
-    tensor. changed: names of buffers that were replaced or written to since training began.
+    member: name of the process. kind: type of device; equal types compute bit-identical results. hashes: hash of
+    each tensor. changed: names of buffers that were replaced or written to since training began.
     """
 
     member: str
@@ -181,7 +181,7 @@ class Lockstep(Watch):
         }  # fmt: skip
 
     def _sides(self, hashes: Sequence[int]) -> list[list[int]]:
-        """Groups ranks by hash, smallest group first, for the first shard whose hashes differ; [] if none differ."""
+        """Finds the first shard whose hashes differ; returns its ranks grouped by hash, smallest group first, or []."""
         for part in range(self._strategy.shard_size):
             ranks = range(part, len(hashes), self._strategy.shard_size)
             if len({hashes[rank] for rank in ranks}) > 1:

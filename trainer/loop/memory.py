@@ -78,7 +78,7 @@ class MemoryLimit:
         return replace(self, batch_size=written.get("batch_size")) if is_same else self
 
     def note(self) -> list[str]:
-        """Returns [message about the limit], or [] if there is no limit."""
+        """Returns a list with a message about the limit, or [] if there is none."""
         if self.batch_size is None:
             return []
         return [
@@ -125,9 +125,10 @@ class MemoryGuard:
             raise self._hopeless("for the moments of the optimizer") from None
 
     def make_room(self, phase: int, say: Callable[[str], None]) -> None:
-        """Undoes a step that ran out of memory, and frees CUDA graphs or, without graphs, halves the micro-batches.
+        """Undoes a step that ran out of memory, and frees CUDA graphs.
 
-        Raises RestartNeeded if all processes must restart together, and UserError if a single sample does not fit.
+        Halves the micro-batches if there were no graphs. If a launcher must restart all processes, always halves them
+        and raises RestartNeeded. Raises UserError if a single sample does not fit.
         """
         self._learner.objective.zero_grad(set_to_none=True)
         self._learner.buffers.undo()
@@ -240,10 +241,7 @@ class MemoryGuard:
         return fits
 
     def _forward_and_backward(self, task: Task, plan: Plan, phase: int) -> None:
-        """Runs a phase's forward and backward pass twice.
-
-        Optimizer states occupy memory during both runs, and the gradients of the first run during the second.
-        """
+        """Runs a phase's forward and backward pass twice: with optimizer states in memory, then also with gradients."""
         name, learner = task.phases[phase], self._learner
         held = [torch.empty_like(p) for p in moments_of(learner.optimizers[name], only_to_come=True)]
         last_epoch = max(0, plan.num_steps - 1) // plan.steps_per_epoch  # if samples grow, they are largest at the end

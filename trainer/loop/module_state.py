@@ -93,7 +93,7 @@ def contents(values: Iterable[Any]) -> Iterator[Any]:
 def outline(module: nn.Module) -> dict[str, Any]:
     """Summarises a module with its submodules: tensor addresses, `requires_grad` of parameters, attribute values.
 
-    If two outlines are equal, no tensor or attribute was replaced between them; tensors may have changed in place.
+    Equal outlines mean that no tensor or attribute was replaced between the calls; tensors may have changed in place.
     """
     found: dict[str, Any] = {name: (p.data_ptr(), p.requires_grad) for name, p in module.named_parameters()}
     found |= {name: outline_of(buffer) for name, buffer in module.named_buffers()}
@@ -205,7 +205,7 @@ class Change(NamedTuple):
     """A buffer or attribute that a forward replaced or changed in place.
 
     path: name within the whole module. before, now: old and new value, or ABSENT. in_place: whether the forward changed
-    the old value in place. is_seen: whether the change can be undone; False in TorchScript and objects of unknown type.
+    the old value in place. is_seen: whether `before` is intact, so that assigning it undoes the change.
     """
 
     module: nn.Module
@@ -338,7 +338,7 @@ class _Comparison:
 
 
 def _is_same_content(original: Any, copy_: Any) -> bool:
-    """Returns whether a copy has its original's bits; always True for sparse, quantized, meta and nested tensors."""
+    """Returns whether a copy has the same bits as its original; True for sparse, quantized, meta and nested tensors."""
     if not isinstance(copy_, Tensor):
         return bool(original.tobytes() == copy_.tobytes())
     both = original.detach(), copy_.detach()
@@ -355,7 +355,7 @@ def version_of(value: Any) -> int:
 
 
 def _view(value: Any) -> Any:
-    """Returns an object's state for comparisons: its attributes, or a random number generator's internal state."""
+    """Returns an object's state for comparisons: its attributes, or the internal state of a random number generator."""
     if isinstance(value, torch.Generator):
         return bytes(value.get_state().numpy())
     if isinstance(value, _GENERATORS):

@@ -101,7 +101,7 @@ class StepOutcomes(Watch):
         )
 
     def _divergence(self, account: str, in_vain: str = "", is_first: bool = False) -> UnfitState:
-        """Returns the error that ends the run. in_vain: clause about skipped steps. is_first: whether step 1 failed."""
+        """Returns the error that ends the run. in_vain: text about skipped steps. is_first: whether step 1 failed."""
         skip = "" if in_vain else ", or skip such steps with --on-nonfinite skip"
         if is_first:
             return UnfitState(

@@ -131,7 +131,7 @@ class PartBuffers(Buffers):
 
     @contextmanager
     def of_part(self, num_samples: int) -> Iterator[None]:
-        """Context for the forward and backward pass of a part. num_samples: at least 1."""
+        """Context for a part's forward and backward pass. num_samples: size of the part, at least 1."""
         is_further = self._num_parts > 0 and self.forward_state.is_active
         self._num_parts += 1
         with self.forward_state.once_more() if is_further else nullcontext():
@@ -170,7 +170,7 @@ class PartTotals(Totals):
         self._waiting: list[tuple[Sums, float]] = []
 
     def add(self, sums: Sums, weight: Any, applied: bool | Tensor = True) -> None:
-        """Adds the sums of all parts or of one part. weight: number of loss terms; for all parts, one number each."""
+        """Adds the sums of one part or of all parts. weight: number of loss terms, or a list of one number per part."""
         if isinstance(weight, list):
             weights = [weight[part] for part in self._own]
         else:
@@ -199,7 +199,7 @@ class PartTotals(Totals):
 
 
 def totals_maker(strategy: Strategy) -> Callable[[], Totals]:
-    """Returns a function that creates an empty `PartTotals` with `--parts`, or else an empty `Totals`."""
+    """Returns a function that creates empty totals: `PartTotals` with `--parts`, otherwise `Totals`."""
     return partial(restored_totals, strategy, {}, {}) if strategy.num_parts else Totals
 
 

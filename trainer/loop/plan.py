@@ -211,7 +211,7 @@ class Plan:
         return self.eval_every_steps is not None and num_steps % self.eval_every_steps == 0
 
     def logs_after(self, num_steps: int, step: PlannedStep, interval: int) -> bool:
-        """Returns whether to log a step: one every `interval` steps, or one of each phase if phases take turns."""
+        """Returns whether to log a step: every `interval`-th, or one per phase and interval if phases take turns."""
         is_last_of_turn = step.after.turn == 0
         return num_steps >= interval and num_steps % interval < (sum(self.turns) or 1) and is_last_of_turn
 
@@ -262,7 +262,7 @@ class Plan:
             consumed = 0
 
     def _in_turns(self, position: Position) -> Iterator[PlannedStep]:
-        """Yields steps of alternating phases until the first phase's data is used up and the other turns are complete.
+        """Yields steps of alternating phases until the first has used up its data and the others have had their turns.
 
         The other phases cycle through their own data, and use the learning rate of the first phase's latest step.
         """

@@ -29,7 +29,7 @@ class Progress(SavedProgress):
     clock: float | None = None
 
     def copied(self) -> "Progress":
-        """Returns a shallow copy in a third of the time of `copy.copy`."""
+        """Returns a shallow copy, faster than `copy.copy`."""
         twin = object.__new__(Progress)
         vars(twin).update(vars(self))
         return twin

@@ -134,7 +134,7 @@ class _Reads(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Makes PyTorch run compiled functions in compiled form, both in this mode and afterwards."""
+        """Keeps compiled functions compiled; PyTorch would otherwise run them eagerly in this mode and afterwards."""
         return True
 
     ignore_compile_internals = is_infra_mode

@@ -160,7 +160,7 @@ def _save_last_step(run: Run, last: LastStep) -> bool:
 
 
 def _take_over(directory: RunDirectory) -> None:
-    """Locks the run directory. Raises UserError if the directory is gone, or locked longer than `LOCK_WITHIN_S`."""
+    """Locks the run directory. Raises UserError if the directory is gone, or stays locked for `LOCK_WITHIN_S`."""
     deadline = time.monotonic() + LOCK_WITHIN_S
     while True:
         try:
@@ -174,9 +174,9 @@ def _take_over(directory: RunDirectory) -> None:
 def _copied(
     learner: Learner, strategy: Strategy, last: LastStep, num_saved: int, outline: Outline, facts: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """Copies the state after the last finished step; returns None if the state is saved already or changes meanwhile.
+    """Copies the state after the last finished step.
 
-    num_saved: optimizer step of the newest checkpoint.
+    Returns None if the state is already saved or changes during the copy. num_saved: step of the newest checkpoint.
     """
     before = last.find()
     if before is None or before[0].progress.step <= num_saved or learner.ema.is_applied:

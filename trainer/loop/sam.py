@@ -49,7 +49,7 @@ class SamLearner(Learner, Watch):
     def accumulate_window(
         self, strategy: Strategy, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]
     ) -> Sums:
-        """Works like `Learner.accumulate_window`; sums and buffers result from the first pass, before weights move."""
+        """Works like `Learner.accumulate_window`; sums and buffers come from the first pass, before weights move."""
         sums = super().accumulate_window(strategy, phase, window, factor, key)
         sums = {name: value.detach() for name, value in sums.items()}
         params = self.params[phase]
