@@ -10,9 +10,9 @@ LINES_AND_FILES = {
     "commands": (3405, 15),
     "common": (963, 8),
     "failure": (667, 4),
-    "loading": (1763, 11),
+    "loading": (1762, 11),
     "logs": (794, 6),
-    "loop": (6612, 30),
+    "loop": (6610, 30),
     "parallel": (3007, 14),
     "trainer": (2774, 8),
 }

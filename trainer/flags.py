@@ -199,8 +199,8 @@ class LearningFlags(FlagGroup):
         "moved uphill by this distance; 0: off", at_least=0,
     )  # fmt: skip
     ema_decay: float = flag(
-        0.0, "decay of an exponential moving average of the weights, for example 0.999; averaged weights are evaluated "
-        "and saved; 0: off", at_least=0, below=1,
+        0.0, "decay of an exponential moving average of the weights, for example 0.999, and at most (1 + n) / (10 + n) "
+        "after n steps; averaged weights are evaluated and saved; 0: off", at_least=0, below=1,
     )  # fmt: skip
     on_nonfinite: Literal["stop", "skip"] = flag(
         "stop", "what to do if a loss or gradient is not finite; stop: exit with an error; skip: omit the step"
