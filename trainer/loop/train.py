@@ -63,7 +63,7 @@ def train(run: Run) -> None:
 def train_epoch(run: Run) -> None:
     """Trains to the end of the current epoch or of the run, with one optimizer step per global batch.
 
-    Reports metrics due within the epoch just before the next step; if the run stops first, the resumed run does so.
+    Just before each step, reports metrics if due. If the run stops before that, the resumed run reports them.
     """
     progress, plan = run.progress, run.plan
     if progress.position.at_epoch_start:
@@ -156,9 +156,9 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
 
 
 def saves_after_step(progress: Progress, plan: Plan, interval: int, clock_asks: bool) -> bool:
-    """Returns whether to save a checkpoint after the latest step; False if a report within the epoch is about to save.
+    """Returns whether to save a checkpoint after the latest step; False if a mid-epoch report is about to save one.
 
-    At an epoch's end a run may save twice: before a validation, which may take long, and then with its score. interval:
+    At an epoch's end a run may save twice: before the validation, which may take long, and after it. interval:
     steps between saves, or 0. clock_asks: whether rank 0's clock requests a save, ignored for two steps after a save.
     """
     num_steps = progress.step
@@ -221,7 +221,7 @@ def log_step(
 def report(run: Run, at_start: bool = False) -> None:
     """Reports metrics at an epoch's end or between steps; validates if due, updates the best score, logs and saves.
 
-    at_start: whether this report precedes the first step; its score is then the best score until training improves it.
+    at_start: whether this report precedes the first step; its score is then the best until training improves on it.
     """
     task, group, plan, progress = run.task, run.group, run.plan, run.progress
     if at_start:

@@ -150,7 +150,7 @@ def agree_ahead(
     clock: returns, on rank 0, whether time is up and whether a checkpoint is due. Raises StopRequested once any process
     was asked to stop, and TimeIsUp once time is up.
 
-    Starts each all-reduce one window early, so that processes need not wait. Stops within two windows of a request.
+    Starts each all-reduce one window early, to hide its latency. Stops within two windows of a request.
     """
     waiting: tuple[T, Callable[[], Sequence[float]]] | None = None
     for piece in chain(work, (None,)):

@@ -30,7 +30,7 @@ OVERLAP_BYTES = 4 * 2**20
 
 
 class OverlappingExchange(WithoutCompiler, nn.parallel.DistributedDataParallel):
-    """DistributedDataParallel that calls `before_exchange` when a step's last backward pass waits for other ranks."""
+    """DistributedDataParallel that calls `before_exchange` just before a step's last backward waits for other ranks."""
 
     before_exchange: Callable[[], None]
 
@@ -121,7 +121,7 @@ class Replicated(Distributed):
 
     The gradients of a small model are summed after the last backward, in one flat buffer per dtype (`FlatGradients`).
     For a larger model, DistributedDataParallel averages gradients over processes during the backward pass. Sparse
-    gradients are always summed after it, because during the pass they may share memory with a gradient that is in use.
+    gradients are always summed after the pass, because until then they may share memory with a gradient in use.
     With `--parts`, all gradients are summed after the last backward, in a binary tree.
 
     sync_bn: whether batch norms compute statistics over the samples of all processes. finds_unused: whether forwards

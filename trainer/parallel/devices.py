@@ -38,8 +38,8 @@ def set_num_threads(
 ) -> None:
     """Sets the number of this process's CPU threads. takes_one: whether the default is one thread, as with a GPU.
 
-    With a GPU, the host only launches kernels and prepares batches, and more threads would synchronise at every small
-    operation. On the CPU, the default replaces torchrun's OMP_NUM_THREADS=1, which would leave cores idle.
+    With a GPU, the host only launches kernels and prepares batches; synchronising more threads would slow down every
+    small operation. On the CPU, the default replaces torchrun's OMP_NUM_THREADS=1, which would leave cores idle.
     """
     launcher_chose = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
     user_chose = "OMP_NUM_THREADS" in os.environ and not launcher_chose
@@ -127,7 +127,7 @@ class DeviceQueue:
         return float(end - start)
 
     def drain(self, within_s: float) -> None:
-        """Waits up to `within_s` seconds for the device to finish its work, because a collective may never complete."""
+        """Waits at most `within_s` seconds for the device to finish its work; a collective may never complete."""
 
     @contextmanager
     def aside(self) -> Iterator[None]:

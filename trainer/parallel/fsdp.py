@@ -1,8 +1,8 @@
 """Trains with `torch.distributed.fsdp.fully_shard`, which shards parameters, gradients and optimizer states.
 
 Each block in `Task.blocks` is sharded as a unit; the other parameters form the root unit. A unit's parameters are
-gathered for its forward and backward, and its gradients are reduce-scattered, so that only a few units are unsharded at
-a time. Other modules import this module lazily, because the import takes seconds.
+gathered only for its forward and backward, so that few units are unsharded at a time. After the backward, the unit's
+gradients are reduce-scattered. Other modules import this module lazily, because the import takes seconds.
 """
 
 import weakref
@@ -37,8 +37,8 @@ class Sharded(Distributed):
 
     Collectives use the dtype of the parameters, because mixed precision is left to autocast, as in other strategies.
 
-    shard_size: number of processes that share one copy of the model; a divisor of the number of processes, by default
-    that number. reshards: whether to free a block's gathered parameters between its forward and backward pass.
+    shard_size: number of processes that share one copy of the model, by default all; a divisor of the number of
+    processes. reshards: whether to free a block's gathered parameters between its forward and backward pass.
     """
 
     name = "Fully sharded"
@@ -123,7 +123,7 @@ class Sharded(Distributed):
                 setattr(module, name, sent[own])
 
     def build_buckets(self, net: nn.Module) -> None:
-        """Forgets which parameters the trial backward pass before training used; there are no buckets to rebuild."""
+        """Forgets which parameters had gradients in the trial backward pass; there are no buckets to rebuild."""
         self._left_out.forget()
 
     def _free_after_evaluation(self, objective: nn.Module, *_: object) -> None:

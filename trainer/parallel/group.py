@@ -80,10 +80,7 @@ class Group:
         return lambda: values
 
     def start_sum_in_place(self, values: Tensor) -> Callable[[], None]:
-        """Starts to sum a device tensor over processes in place, with the backend for gradients.
-
-        Returns a function that waits for the sum.
-        """
+        """Starts to sum a device tensor over processes in place; returns a function that waits for the sum."""
         return lambda: None
 
     def stack(self, values: Tensor) -> Tensor:

@@ -175,7 +175,7 @@ def launch(
 
     run: picklable; returns an exit status. again: replaces `run` in restarts, to resume from checkpoints; None without
     checkpoints. Returns the first nonzero exit status, or 0; 128 + n for a process killed by signal n. After forwarding
-    stop signal n, returns 128 + n if all processes succeed, a restart is due, or there are no checkpoints.
+    stop signal n, returns 128 + n if a restart is due or there are no checkpoints.
     """
     for start in range(MOST_STARTS):
         status = _launch_once(again if start > 0 and again else run, world_size, again is not None)

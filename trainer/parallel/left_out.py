@@ -59,7 +59,7 @@ class LeftOut:
     def agree(self, params: Sequence[Tensor], group: Group) -> None:
         """Removes, after a step's last backward, gradients of parameters that no process used.
 
-        Processes exchange which parameters they used; only a process with an unused parameter waits for the result.
+        Processes tell each other which parameters they used; only a process with an unused one waits for the answers.
 
         params: parameters trained in the step.
         """
@@ -143,9 +143,9 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _needing_gradient(values: Any) -> Any:
-    """Makes one input of a block require a gradient, so that the backward pass reduces the block's gradients there.
+    """Makes one input of a block require a gradient, so that PyTorch reduces the block's gradients after its backward.
 
-    Otherwise PyTorch would reduce them at the end of the pass, with the root unit.
+    Otherwise it would reduce them at the end of the whole backward pass, with the root unit.
     """
     return _replaced(values, lambda value: value.detach().requires_grad_()) or values
 

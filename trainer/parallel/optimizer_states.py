@@ -106,7 +106,7 @@ def load_states(
 
 
 def _with_settings_of(own: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a saved state with its learning rate and settings named in `CHANGED`; other settings are current."""
+    """Returns a saved state with the current settings, except for the learning rate and those named in `CHANGED`."""
     kept = (
         {name: group[name] for name in ("params", "lr", *group.get(CHANGED, ()))} for group in saved["param_groups"]
     )

@@ -224,10 +224,10 @@ class ProcessGroup(Group):
         return wait
 
     def sum_gradients(self, values: Tensor) -> None:
-        """Sums a device tensor over processes in place, bitwise equal on every process.
+        """Sums a device tensor over processes in place; the result is bitwise equal on every process.
 
         On a GPU the host does not wait for the sum, unless the tensor is sparse. A process sends a small CPU tensor
-        directly to all others, which takes the latency of one message; a ring takes 2 (world_size - 1) messages.
+        directly to all others, with the latency of one message instead of the 2 (world_size - 1) of a ring.
         """
         if values.is_cpu and not values.is_sparse and self._is_small(values):
             values.copy_(reduce(torch.add, self._swapped([values] * self.world_size)))

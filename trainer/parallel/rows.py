@@ -117,7 +117,7 @@ def in_global_order(group: Group, own: Mapping[str, Tensor]) -> Mapping[str, Ten
 
 
 def kinds_of(rows: Mapping[str, Tensor]) -> dict[str, str]:
-    """Returns shape and dtype of each named tensor's rows, which must be equal in all batches of a step."""
+    """Returns the shape and dtype of each named tensor's rows, which must be equal in all batches of a step."""
     return {name: f"{tuple(value.shape[1:])} of {value.dtype}" for name, value in rows.items()}
 
 

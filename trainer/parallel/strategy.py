@@ -39,7 +39,7 @@ class Strategy:
     batch, and is bitwise equal on every process that has the gradient.
 
     group: the processes of the run.
-    num_parts: 0, or value of `--parts`: a power of two, at least the number of processes (also a power of two).
+    num_parts: 0, or the value of `--parts`: a power of two, divisible by the number of processes.
     gradient_divisor: number by which summed gradients are divided; the loss is multiplied by this number beforehand.
     overlaps: whether gradients are summed over processes during a step's last backward.
     exchanges_in_forward: whether forwards run collectives, so that all processes must run the same number of forwards.
@@ -281,7 +281,7 @@ class Strategy:
         optimizers: Mapping[str, Sequence[torch.optim.Optimizer]],
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Loads the optimizer states of a `full_state`. Raises UserError if a state does not fit its optimizer.
+        """Loads optimizer states that `full_state` returned. Raises UserError if a state does not fit its optimizer.
 
         state: lists of optimizer states by phase. dtype: dtype of the parameters when the states were saved.
         """
