@@ -17,7 +17,7 @@ from trainer.commands.evaluate import check_only, evaluate_only
 from trainer.commands.export import export_model
 from trainer.commands.flags import Flags
 from trainer.commands.parse import parse
-from trainer.commands.predict import label_new_data, write_sample
+from trainer.commands.predict import label_new_data, print_output, write_sample
 from trainer.commands.several import train_several
 from trainer.commands.train import train_in_directory
 from trainer.common.errors import UserError
@@ -85,7 +85,7 @@ def main(
         flags, environment = read_command_line(argv, several_devices, environment, task_type)
         if flags.files.print_config:
             if environment is None or environment.tells_user:
-                say(flags.as_toml())
+                print_output(f"{flags.as_toml()}\n")
             return EXIT_FINISHED
         if flags.several.wanted:
             return train_several(flags, argv, functools.partial(run, several_devices=several_devices))

@@ -1,9 +1,11 @@
 """A run outlives its console: a terminal that is closed, and streams that it was never given."""
 
 import fcntl
+import io
 import json
 import os
 import pty
+import resource
 import signal
 import subprocess
 import sys
@@ -14,14 +16,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from tests.conftest import ROOT, TINY
 from tests.helpers.weighted_task import Weighted
 from trainer.checkpoint.weights import compare
-from trainer.commands.predict import _print_table
+from trainer.commands.predict import print_output
 from trainer.common import process
-from trainer.common.errors import MOST_OF_LINE, reason, shown_line
+from trainer.common.errors import MOST_OF_LINE, UserError, reason, shown_line
 from trainer.failure.errors import print_error
 from trainer.loop.contract import checked_metrics
 
@@ -109,10 +110,38 @@ def test_names_of_parameters_and_metrics_are_one_line_each():
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_labels_reach_a_file_as_they_are_and_a_terminal_as_text(is_terminal, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
-    with tqdm(disable=True) as bar:
-        _print_table(iter([{"label": [CLEAR, "-1"], "score": [0.5, -0.5]}]), bar)
+    print_output(f"label,score\n{CLEAR},0.5\n-1,-0.5\n")
     label = "\\x1b[2J" if is_terminal else CLEAR
     assert capsys.readouterr().out == f"label,score\n{label},0.5\n-1,-0.5\n"
+
+
+def test_output_that_standard_output_loses_is_an_error(monkeypatch, cli, tmp_path):
+    """Also if the disk takes a part of it."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with open("/dev/full", "wb", buffering=0) as full, open(tmp_path / "part", "wb", buffering=0) as part:
+        for file, told in ((full, "No space left on device"), (part, "File too large")):
+            monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file, write_through=True))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+            try:
+                with pytest.raises(UserError, match=f"standard output: cannot be written: {told}; redirect"):
+                    print_output("x" * 5000)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    monkeypatch.undo()
+    monkeypatch.setattr(sys, "__stdout__", None)
+    status, out, err = cli("--print-config")
+    assert (status, out) == (2, "") and err[0].startswith("error: standard output: is closed")
+
+
+def test_readers_of_standard_output_may_stop_early(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    gone = os.fdopen(writer, "w")
+    monkeypatch.setattr(sys, "stdout", gone)
+    print_output("x" * 100_000)
+    assert sys.stdout is not gone
+    with suppress(BrokenPipeError):
+        gone.close()
 
 
 @pytest.mark.parametrize("text", ["x" * 5000, "\x00" * 1400, "\x1b[2J" * 1000])

@@ -4,13 +4,12 @@ import csv
 import io
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from trainer.checkpoint.manifest import MANIFEST
 from trainer.checkpoint.weights import TrainedRun
@@ -24,7 +23,7 @@ from trainer.loading.batches import KeyedDataset
 from trainer.loading.order import evaluation_keys
 from trainer.loading.torch_datasets import require_keyed
 from trainer.loading.workers import BatchLoader, Workers
-from trainer.logs.console import say
+from trainer.logs.console import new_bar, say
 from trainer.loop.precision import Precision, choose_precision, of_dtype
 from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Task
@@ -50,16 +49,12 @@ def label_new_data(flags: Flags, strategy: Strategy) -> None:
     objective = trained_objective(task, run.state["model"], strategy.device, precision.dtype)
     batch_size = flags.batch.eval_batch_size or flags.batch.batch_size
     table = label_samples(task, objective, dataset, strategy, precision, batch_size)
-    # a progress bar and a table on one terminal would overwrite each other
-    silent = not sys.stderr.isatty() or (output is None and sys.stdout.isatty())
-    with tqdm(total=len(dataset), unit=" lines", leave=False, dynamic_ncols=True, disable=silent) as bar:
-        if output is None:
-            _print_table(table, bar)
-            return
-        text = io.StringIO()
-        _write_table(table, text, bar)
-    write_output(output, text.getvalue())
-    say(f"Predicted {len(dataset)} samples of {path} with {run.label}; the table is in {output}")
+    text = _as_csv(table, len(dataset))
+    if output is None:
+        print_output(text)
+    else:
+        write_output(output, text)
+        say(f"Predicted {len(dataset)} samples of {path} with {run.label}; the table is in {output}")
 
 
 def _refuse_to_harm(output: Path, run: TrainedRun, task: Task) -> None:
@@ -93,24 +88,29 @@ def label_samples(
         yield columns
 
 
-def _write_table(
-    table: Table, file: IO[str], bar: "tqdm[Any]", shown: Callable[[Any], Any] = lambda value: value
-) -> None:
-    """Writes a table as CSV. shown: converts a value or column name for output."""
-    writer = csv.writer(file, lineterminator="\n")
-    for i, columns in enumerate(table):
-        if i == 0:
-            writer.writerow(map(shown, columns))
-        rows = list(zip(*columns.values(), strict=True))
-        writer.writerows(map(shown, row) for row in rows)
-        bar.update(len(rows))
+def _as_csv(table: Table, num_rows: int) -> str:
+    writer = csv.writer(text := io.StringIO(), lineterminator="\n")
+    with new_bar(total=num_rows, unit=" lines") as bar:
+        for i, columns in enumerate(table):
+            if i == 0:
+                writer.writerow(columns)
+            rows = list(zip(*columns.values(), strict=True))
+            writer.writerows(rows)
+            bar.update(len(rows))
+    return text.getvalue()
 
 
-def _print_table(table: Table, bar: "tqdm[Any]") -> None:
-    with outlived("stdout"):  # a reader such as `head` may close standard output early
-        # replaces control characters, which a terminal would execute
-        shown = [lambda value: printable(value) if isinstance(value, str) else value] * sys.stdout.isatty()
-        _write_table(table, sys.stdout, bar, *shown)
+def print_output(text: str) -> None:
+    """Writes a file's text to standard output, in UTF-8 or safely for a terminal. Raises UserError if text is lost."""
+    if sys.__stdout__ is None:
+        raise UserError("standard output: is closed, so the output would be lost; redirect it to a file")
+    rest = text.encode(errors="backslashreplace")
+    if sys.stdout.isatty():
+        rest = "\n".join(map(printable, text.split("\n"))).encode(sys.stdout.encoding, "backslashreplace")
+    refusing = refusing_disk_errors("standard output: cannot be written", "redirect it to another file")
+    with refusing, outlived("stdout", BrokenPipeError):  # a reader such as `head` may stop early
+        while rest:  # with PYTHONUNBUFFERED, a full disk takes a part without an error
+            rest = rest[sys.stdout.buffer.write(rest) :]
         sys.stdout.flush()
 
 
@@ -121,8 +121,8 @@ def write_sample(task: Task, path: Path) -> None:
         problem = f"the task {type(task).__name__} has no sample" if content is None else "already exists; name another"
         raise UserError(f"--sample {path}: {problem}")
     if not isinstance(content, bytes):
-        _write_table(iter([content]), text := io.StringIO(), tqdm(disable=True))
-        content = text.getvalue().encode(getattr(task.config, "encoding", None) or "utf-8", "backslashreplace")
+        encoding = getattr(task.config, "encoding", None) or "utf-8"
+        content = _as_csv(iter([content]), 0).encode(encoding, "backslashreplace")
     write_output(path, content, "--sample")
     say(f"Wrote {path}.")
 

@@ -46,11 +46,11 @@ def to_stderr(line: str) -> None:
 
 
 @contextmanager
-def outlived(name: str) -> Iterator[None]:
-    """Suppresses an OSError of a standard stream and replaces the stream with /dev/null. name: "stdout" or "stderr"."""
+def outlived(name: str, kind: type[OSError] = OSError) -> Iterator[None]:
+    """Suppresses a standard stream's error and replaces the stream with /dev/null. name: "stdout" or "stderr"."""
     try:
         yield
-    except OSError:
+    except kind:
         _to_nowhere(name)
 
 
