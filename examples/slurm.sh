@@ -4,7 +4,7 @@
 #     sbatch --nodes=2 examples/slurm.sh --save-dir /shared/runs/first --epochs 40
 #
 # Submit the script from the repository. All nodes must have access to the repository, --save-dir and the data. The
-# script takes the arguments of main_multi_gpu.py, except --fresh: the same arguments resume the run.
+# script needs --save-dir, and takes all arguments of main_multi_gpu.py but --fresh: the same arguments resume the run.
 #
 #SBATCH --job-name=lockstep
 #SBATCH --nodes=1
@@ -29,7 +29,7 @@
 
 set -u
 
-save_dir=checkpoints/run
+save_dir=
 previous=
 for argument in "$@"; do
     case $argument in
@@ -38,6 +38,11 @@ for argument in "$@"; do
     esac
     previous=$argument
 done
+save_dir=${save_dir/#"~/"/"$HOME/"} # as the program reads --save-dir=~/run
+if [ -z "$save_dir" ]; then
+    echo "error: --save-dir DIR: missing, but this script needs it to queue the job again; add it to the arguments" >&2
+    exit 2
+fi
 
 # Waits for a child process even if traps interrupt the shell's wait; returns the child's exit status.
 wait_for() {
@@ -73,8 +78,12 @@ wait_for "$srun_pid"
 status=$?
 
 # Requeue only if the run was saved. Without a request to stop, state.json may be from an earlier attempt.
-if [ "$asked_to_stop" = yes ] && grep -qs '"state": "preempted"' "$save_dir/state.json"; then
-    echo "Time is up and everything is saved: queueing job $SLURM_JOB_ID again."
-    scontrol requeue "$SLURM_JOB_ID"
+if [ "$asked_to_stop" = yes ]; then
+    if grep -qs '"state": "preempted"' "$save_dir/state.json"; then
+        echo "Time is up and everything is saved: queueing job $SLURM_JOB_ID again."
+        scontrol requeue "$SLURM_JOB_ID"
+    else
+        echo "Not queueing job $SLURM_JOB_ID again: the state in $save_dir/state.json is not \"preempted\"." >&2
+    fi
 fi
 exit "$status"

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import site
 import subprocess
 import sys
 import time
@@ -220,6 +221,8 @@ class Job:
             (programs / name).write_text(f"#!/bin/bash\n{body}")
             (programs / name).chmod(0o755)
         self.environment = environment | {
+            "HOME": str(folder),
+            "PYTHONUSERBASE": site.getuserbase(),
             "PATH": f"{programs}:{os.environ['PATH']}",
             "SLURM_JOB_ID": "17",
             "SLURM_JOB_NODELIST": "node[0-1]",
@@ -228,9 +231,9 @@ class Job:
             "REQUEUED": str(folder / "requeued"),
         }
 
-    def run(self, *args, stop_at=None):
+    def run(self, *args, stop_at=None, into="--save-dir=~/run"):
         """Runs the script, with the signal of its time limit once stop_at() holds; returns (status, output)."""
-        command = ["bash", "examples/slurm.sh", *map(str, args), "--save-dir", str(self.directory)]
+        command = ["bash", "examples/slurm.sh", *map(str, args), *[into] * bool(into)]
         script = subprocess.Popen(
             command, cwd=ROOT, env=self.environment, text=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
@@ -295,3 +298,10 @@ def test_slurm_job_decides_by_the_state(state, asked, again, environment, tmp_pa
     job = Job(tmp_path, environment, torchrun=leaves)
     status, out = job.run(stop_at=(lambda: job.says(state)) if asked else None)
     assert (status, job.requeued) == (1, ["requeue 17"] if again else []), out
+    assert ("Not queueing job 17 again" in out) is (asked and not again)
+
+
+def test_slurm_job_needs_the_folder_whose_state_it_reads(environment, tmp_path):
+    job = Job(tmp_path, environment, torchrun="touch $HOME/started")
+    status, out = job.run("--config", "my.toml", into="")
+    assert status == 2 and out.startswith("error: --save-dir DIR: missing") and not (tmp_path / "started").exists()
