@@ -21,7 +21,7 @@ from trainer.commands.predict import label_new_data, print_output, write_sample
 from trainer.commands.several import train_several
 from trainer.commands.train import train_in_directory
 from trainer.common.errors import UserError
-from trainer.common.process import open_missing, to_stderr
+from trainer.common.process import prepare_streams, to_stderr
 from trainer.config import flag_name, refuse
 from trainer.failure.errors import EXIT_BAD_INPUT, EXIT_FINISHED, Failure, exit_at_once, print_refusal
 from trainer.flags import LearningFlags, MultiDeviceFlags
@@ -51,7 +51,7 @@ def run_process(
     """
     if sys.stderr is not None:
         faulthandler.enable(file=2)
-    open_missing()
+    prepare_streams()
     status = main(argv, several_devices, environment, task_type, tasks)
     if some_are_left():
         exit_at_once(status)

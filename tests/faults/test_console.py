@@ -24,7 +24,9 @@ from trainer.commands.predict import print_output
 from trainer.common import process
 from trainer.common.errors import MOST_OF_LINE, UserError, reason, shown_line
 from trainer.failure.errors import print_error
+from trainer.logs.console import say
 from trainer.loop.contract import checked_metrics
+from trainer.profiling.cli import main as profile
 
 RUN = [sys.executable, "main.py", *map(str, TINY), "--epochs", "40", "--log-interval", "1", "--delay-s", "0.01"]
 
@@ -55,11 +57,24 @@ def test_a_terminal_is_closed(ignored, status, state, environment, tmp_path):
     assert json.loads((tmp_path / "run" / "state.json").read_text())["state"] == state
 
 
-def test_a_run_that_was_started_without_streams(environment, tmp_path):
-    command = [*RUN[:-6], "--save-dir", str(tmp_path / "run")]
-    without = subprocess.run(["sh", "-c", '"$@" >&- 2>&-', "sh", *command], cwd=ROOT, env=environment, timeout=60)
-    assert without.returncode == 0
-    assert json.loads((tmp_path / "run" / "state.json").read_text())["state"] == "finished"
+@pytest.mark.parametrize("streams", [">&- 2>&-", ""])
+def test_a_run_that_was_started_without_streams_or_with_those_of_few_characters(streams, environment, tmp_path):
+    command = [*RUN[:-6], "--save-dir", str(tmp_path / "rün 名")]
+    few = environment | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(["sh", "-c", f'"$@" {streams}', "sh", *command], cwd=ROOT, env=few, timeout=60)
+    assert done.returncode == 0
+    assert json.loads((tmp_path / "rün 名" / "state.json").read_text())["state"] == "finished"
+
+
+def test_output_in_any_encoding(monkeypatch):
+    """Lines escape what the encoding lacks; tables and settings, which are files, are UTF-8."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert profile(["--help"]) == 0
+    say("grün 名")
+    assert stream.buffer.getvalue().endswith("grün \\u540d\n".encode("latin-1"))
+    print_output("grün 名\n")
+    assert stream.buffer.getvalue().endswith("grün 名\n".encode())
 
 
 def test_a_stuck_process_ends_without_a_console():

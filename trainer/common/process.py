@@ -1,5 +1,6 @@
 """Names this process for messages, prints lines even if the terminal has closed, and limits the time of calls."""
 
+import io
 import os
 import shlex
 import socket
@@ -54,11 +55,13 @@ def outlived(name: str, kind: type[OSError] = OSError) -> Iterator[None]:
         _to_nowhere(name)
 
 
-def open_missing() -> None:
-    """Opens /dev/null for standard streams that were closed when the process started, as by `>&-` in a shell."""
+def prepare_streams() -> None:
+    """Opens /dev/null for closed standard streams, and escapes characters that standard output's encoding lacks."""
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
+        if getattr(sys, name) is None:  # after `>&-` in a shell
             _to_nowhere(name)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _to_nowhere(name: str) -> None:

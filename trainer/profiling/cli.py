@@ -21,6 +21,7 @@ from trainer.commands.flags import Flags
 from trainer.commands.parse import names_several_devices, parse
 from trainer.common import forms
 from trainer.common.errors import UserError
+from trainer.common.process import prepare_streams
 from trainer.config import FlagGroup, parse_flags, refuse
 from trainer.flags import MultiDeviceFlags
 from trainer.logs.console import say
@@ -41,6 +42,7 @@ def main(argv: Sequence[str], environment: RankEnvironment | None = None, tasks:
     Exit status: 0: the measurement is complete. 1: an unexpected failure, or `check` found a defect. 2: an error in the
     command line or the data.
     """
+    prepare_streams()
     if tasks is not None:
         hand_in(tasks)
     name = argv[0] if argv else ""
