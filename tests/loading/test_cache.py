@@ -116,10 +116,16 @@ def test_a_full_disk_is_named_and_what_was_written_is_removed(tmp_path) -> None:
     assert not list(tmp_path.rglob("*.npy"))
 
 
-@pytest.mark.parametrize("lost", ["x.npy", "names.txt"])
-def test_an_entry_that_lost_a_file_is_built_anew(lost, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [("x.npy", "x\ny"), ("names.txt", None), ("none", ""), ("none", "x"), ("none", "x\ny\nz")],
+)
+def test_an_entry_that_lost_a_file_or_a_name_is_built_anew(files, names, tmp_path) -> None:
     before = cached_arrays(tmp_path, "key", small)
-    (tmp_path / "key" / lost).unlink()
+    for path in (tmp_path / "key").glob(files):
+        path.unlink()
+    if names is not None:
+        (tmp_path / "key" / "names.txt").write_text(names)
     after = cached_arrays(tmp_path, "key", small)
     for name, expected in small().items():
         assert np.array_equal(before[name], expected) and np.array_equal(after[name], expected)

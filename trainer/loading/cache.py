@@ -19,7 +19,7 @@ _NAMES = "names.txt"
 
 
 def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arrays:
-    """Returns cached arrays, read-only and memory-mapped; builds them if any of their files is missing.
+    """Returns cached arrays, read-only and memory-mapped; builds them if the entry is missing or incomplete.
 
     If several processes need a missing entry, one process builds it while the other processes wait. A killed build
     leaves no incomplete entry: arrays are written to a temporary folder and flushed, and then the folder is renamed.
@@ -97,10 +97,10 @@ def _names(entry: Path) -> list[str]:
 
 def _is_complete(entry: Path) -> bool:
     try:
-        names = _names(entry)
+        names = {f"{name}.npy" for name in _names(entry)}
     except (OSError, ValueError):
         return False
-    return all((entry / f"{name}.npy").exists() for name in names)
+    return names == {path.name for path in entry.glob("*.npy")}
 
 
 def _store(arrays: Arrays, entry: Path) -> None:
