@@ -74,14 +74,16 @@ class RunFlags(FlagGroup):
     )  # fmt: skip
     num_workers: int | Literal["auto"] = flag(
         "auto", "data-loading processes per rank; 0: load in the training process, which is fastest for arrays in "
-        "memory; auto: 0 on the CPU, up to 8 on a GPU if the first steps show that they save time", local=True,
-        at_least=0,
+        "memory; auto: 0 on the CPU, up to 8 on a GPU if they save time in the first steps", local=True, at_least=0,
     )  # fmt: skip
     data_on: Literal["auto", "host", "device"] = flag(
         "auto", "where to keep data sets and build batches; host: in CPU memory; device: on the GPU; auto: on the GPU "
         "if the data sets take at most a quarter of its free memory", local=True,
     )  # fmt: skip
-    cache_dir: Path = flag(DEFAULT_CACHE, "folder that caches parsed data sets for all ranks and runs", local=True)
+    cache_dir: Path = flag(
+        DEFAULT_CACHE, "folder that caches parsed data sets for all ranks and runs; a data file counts as changed if "
+        "its path, size or modification time differs", local=True,
+    )  # fmt: skip
     log_interval: int = flag(50, "log every STEPS optimizer steps", metavar="STEPS", at_least=1)
     logger: tuple[str, ...] | None = flag(
         None, "also log to wandb, mlflow or your own path/to/file.py:ClassName; accepts several loggers",
@@ -184,9 +186,8 @@ class LearningFlags(FlagGroup):
         "the gradient", common=True, at_least=0,
     )  # fmt: skip
     betas: tuple[float, ...] | None = flag(
-        None, "beta1 and beta2 of adamw, adam and muon's AdamW part (default: 0.9 0.999)", needs=ADAM, at_least=0,
-        below=1,
-    )  # fmt: skip
+        None, "betas of adamw, adam and muon's AdamW part (default: 0.9 0.999)", needs=ADAM, at_least=0, below=1
+    )
     eps: float | None = flag(None, "epsilon of adamw, adam and muon's AdamW part (default: 1e-08)", needs=ADAM, above=0)
     momentum: float | None = flag(
         None, "momentum of sgd and muon (default: 0 for sgd, 0.95 for muon)", needs={"optimizer": ("sgd", "muon")},

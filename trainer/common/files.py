@@ -197,7 +197,7 @@ def written_as_a_whole(
 
 
 def stamp(path: Path) -> tuple[str, int, int]:
-    """Returns a key that changes with a file's content: path, size in bytes, modification time in ns."""
+    """Returns path, size in bytes and modification time in ns; leaves out ctime, which differs between equal copies."""
     status = os.stat(path)
     return str(path), status.st_size, status.st_mtime_ns
 
