@@ -94,6 +94,16 @@ def test_of_those_that_did_not_fit_the_best_and_the_newest_are_made_up_for(direc
     assert directory.load_best()["step"] == 3
 
 
+def test_a_thread_that_does_not_start_is_not_waited_for():
+    saver, usual = BackgroundSaver(lambda state: None), threading.stack_size(1 << 50)
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            saver.start(moment(1))
+    finally:
+        threading.stack_size(usual)
+    assert saver.end() is None
+
+
 # --- the copy that is written -------------------------------------------------------------------------------------
 
 

@@ -104,8 +104,9 @@ class BackgroundSaver:
         self._reusable = None
         self._unsaved = [old for old in self._unsaved if old["is_best"] and not copy["is_best"]] + [copy]
         # not a daemon, so that the interpreter waits for the write before it exits
-        self._thread = threading.Thread(target=self._write_in_thread, name=THREAD_NAME)
-        self._thread.start()
+        thread = threading.Thread(target=self._write_in_thread, name=THREAD_NAME)
+        thread.start()
+        self._thread = thread
 
     def wait(self) -> None:
         """Waits for the current write. Raises the write's error unless the disk was full."""
