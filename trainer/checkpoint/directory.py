@@ -70,11 +70,11 @@ class RunDirectory:
         lock without waiting to see whether its holder is alive. creates: False if the directory must already exist.
         """
         with refusing_disk_errors(f"--save-dir {self.path}", "choose a folder that can be written to"):
+            config = read_config(self.path, self._say)
             if creates:
                 self.path.mkdir(parents=True, exist_ok=True)
             elif not (self.path / KERNEL_LOCK).exists():
                 raise UserError(f"--save-dir {self.path}: {FOLDER_GONE}; run the same command again")
-            config = read_config(self.path, self._say)
             agents_before = config.get("torchrun_agents")
             if isinstance(agents_before, list) and any(agent in agents_before for agent in agents):
                 self.earlier_attempt = config

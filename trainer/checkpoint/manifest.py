@@ -59,18 +59,17 @@ def read_json(
         content = json.loads(read_whole(path, most))
     except FileNotFoundError:
         return {}
+    except NotADirectoryError:
+        raise DiskError(f"--save-dir {path.parent}: is a file, or lies in a file; choose a folder") from None
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, OSError) and error.errno not in NO_FILE:
             problem = f"--save-dir {path.parent}: cannot read {path.name}: {error.strerror}"
             raise DiskError(f"{problem}; {IF_UNREADABLE}") from None
         content = None
-    if not isinstance(content, dict):
-        error_of_content: str | None = "it is not a JSON object"
-    else:
-        error_of_content = schema_error(content) if content else None
-    if error_of_content is None:
-        return content
-    say(f"{path} is damaged: {error_of_content}.")
+    wrong = (content and schema_error(content)) if isinstance(content, dict) else "it is not a JSON object"
+    if not wrong:
+        return dict(content)
+    say(f"{path} is damaged: {wrong}.")
     return {}
 
 
