@@ -25,7 +25,7 @@ NO_FILE = (errno.EISDIR, errno.EINVAL, errno.EFBIG)
 READ_AGAIN_AFTER_S = (0.1, 1.0)
 """Seconds to wait before the second and before the third attempt to read."""
 
-FOLDER_GONE = "the folder was deleted with its content"
+FOLDER_GONE = "the folder was deleted or moved; if you moved it, move it back"
 
 MOST_LINE = 1 << 20
 """Largest number of characters of a line that is read."""
