@@ -9,9 +9,10 @@ from typing import Any
 
 from trainer.common.files import MOST_RECORD, read_whole
 from trainer.config import FlagGroup, Option, described, hint, options, shown
-from trainer.flags import RETIRED, MultiDeviceFlags
+from trainer.flags import RETIRED, ConfigFlags, MultiDeviceFlags
 
 LINE_LENGTH = 120
+OF_COMMAND_LINE = {"--help", "--help-all", *(option.name for option in options(ConfigFlags).values())}
 PRESETS = Path(__file__).resolve().parents[2]
 """Folder that contains configs/, so that `--config configs/...` works in any working directory."""
 
@@ -44,14 +45,13 @@ class ConfigFile:
                 continue
             if name not in fields:
                 keys = [_key(option.name) for option in known.values() if not option.hidden]
-                problems += [f"{self}: {_key(name)}: no such flag; {hint(name, keys)}"] if all_known else []
-                continue
-            if self.is_record and known[fields[name]].from_record == "ignored":
-                continue
-            try:
-                values[fields[name]] = known[fields[name]].from_plain(value)
-            except ValueError as error:
-                problems.append(f"{self}: {_key(name)} = {_as_toml(value)}: {error}")
+                why = "is only for the command line" if name in OF_COMMAND_LINE else f"no such flag; {hint(name, keys)}"
+                problems += [f"{self}: {_key(name)}: {why}"] if all_known else []
+            elif not (self.is_record and known[fields[name]].from_record == "ignored"):
+                try:
+                    values[fields[name]] = known[fields[name]].from_plain(value)
+                except ValueError as error:
+                    problems.append(f"{self}: {_key(name)} = {_as_toml(value)}: {error}")
         if self.is_record:
             of_earlier = {field: option.absent for field, option in known.items() if option.name not in self.settings}
             values |= {field: value for field, value in of_earlier.items() if value is not None}
