@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.common.files import MOST_RECORD, read_whole
-from trainer.config import FlagGroup, Option, described, hint, options, shown
+from trainer.config import FlagGroup, Option, described, hint, options
 from trainer.flags import RETIRED, ConfigFlags, MultiDeviceFlags
 
 LINE_LENGTH = 120
@@ -63,7 +63,7 @@ class ConfigFile:
         """Returns the settings in this file that apply only to multi-device runs."""
         known = {option.name: option for option in options(MultiDeviceFlags).values() if not option.hidden}
         return [
-            name if value is True else f"{name} {shown(value)}"
+            f"{_key(name)} = {_as_toml(value)}"
             for name, value in self.settings.items()
             if name in known and value not in (None, known[name].to_plain(known[name].default))
         ]
