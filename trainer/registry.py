@@ -51,7 +51,7 @@ def workloads() -> Registry:
 
 
 def default_task() -> str:
-    """Returns the name of the first workload, or "" without workloads."""
+    """Returns the name of the first workload, or "" if there is none."""
     return next(iter(workloads()), "")
 
 
@@ -140,6 +140,6 @@ def without_folder(name: str) -> str:
 
 
 def told(name: str) -> str:
-    """Returns "--task VALUE" for messages, or for a class that `fit` made, "fit, with the loss in FILE"."""
+    """Names a task in messages: "--task VALUE", or "fit, with the loss in FILE" for a class that `fit` made."""
     file, _, class_name = name.rpartition(":")
     return f"fit, with the loss in {file}" if class_name == SCRIPT else f"--task {name}"

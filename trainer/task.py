@@ -178,8 +178,8 @@ class Objective(SeesConversions):
     def call_equally(self) -> None:
         """Makes the number of model calls equal for all batches.
 
-        Called with `--multi-gpu fsdp`, where all processes must make the same number of model calls, since each call
-        runs collectives. An objective that splits batches must stop splitting them, or raise UserError.
+        Called with `--multi-gpu fsdp`, where each model call runs collectives, so all processes must make the same
+        number of calls. An objective that splits batches must stop splitting them, or raise UserError.
         """
 
 
@@ -302,8 +302,8 @@ class Task(ABC):
     def build_objective(self) -> Objective:
         """Builds a freshly initialised model with its loss, on the CPU, in float32.
 
-        `--predict` and `trainer.load` build the model without the data; if `data_facts` is set, it contains
-        all sizes that depend on the data. To set initial weights from the data, define `initialise`.
+        `--predict` and `trainer.load` build the model without the data: sizes that depend on the data must then come
+        from `data_facts`. To set initial weights from the data, define `initialise`.
         """
 
     def describe_data(self) -> Mapping[str, Any]:
@@ -315,7 +315,7 @@ class Task(ABC):
         return {}
 
     def data_digest(self) -> str | None:
-        """Returns a digest of the training and held-out data; default: None, for a digest of a few samples.
+        """Returns a digest of the training and held-out data, or None, the default, to digest a few samples.
 
         A run that resumes or is evaluated on data with another digest prints a warning. Every process calls it after
         `splits`. Training does not start if digests differ between processes, so hash contents, not paths or times.
@@ -346,8 +346,8 @@ class Task(ABC):
     def check_weights(self, objective: Objective) -> None:
         """Raises UserError if the model's weights, for example from a checkpoint, do not fit the data.
 
-        Every process calls it after weights are initialised or loaded, before training or `--eval-only` evaluation.
-        objective: unwrapped, on this process's device.
+        Every process calls it after weights are initialised or loaded, before training or the evaluation of
+        `--eval-only`. objective: unwrapped, on this process's device.
         """
 
     def summarise(self, sums: dict[str, Tensor]) -> dict[str, float]:
@@ -364,8 +364,7 @@ class Task(ABC):
     def summarise_training(self, sums: dict[str, Tensor], phase: str) -> dict[str, float]:
         """Converts sums over a training phase's batches to metrics.
 
-        By default, a task with one phase returns the result of `summarise`, and other tasks return each scalar sum
-        divided by "weight".
+        Default: the result of `summarise` if the task has one phase, otherwise each scalar sum divided by "weight".
         """
         return self.summarise(sums) if len(self.phases) == 1 else means_of(sums)
 
@@ -559,9 +558,9 @@ class Task(ABC):
     def after_validation(self, metrics: Mapping[str, float], state: dict[str, Any]) -> Mapping[str, Any]:
         """Returns the task's own state, updated from validation scores; the result becomes `at.state`.
 
-        metrics: metrics of all validation sets, and training metrics since the last epoch end or validation. state: the
-        previous result, at first {}. Checkpoints contain the result, which must map names to plain values. Called on
-        rank 0 only.
+        metrics: metrics of all validation sets, and training metrics since the previous validation or the start of the
+        epoch, whichever is later. state: the previous result, at first {}. Checkpoints contain the result, which must
+        map names to plain values. Called on rank 0 only.
         """
         return state
 

@@ -117,10 +117,7 @@ def search(fits: Callable[[int], bool], smallest: int, most: int) -> tuple[int |
 
 
 def of_size(flags: Flags, argv: Sequence[str], strategy: Strategy, task: Task, size: int) -> dict[str, float] | None:
-    """Returns `samples_per_second`, `step_ms_median` and `peak_memory_mib` of a batch size; None if out of memory.
-
-    Frees all device memory afterwards.
-    """
+    """Returns `samples_per_second`, `step_ms_median` and `peak_memory_mib` of a batch size; None if it does not fit."""
     found = _measured(flags, argv, strategy, task, size)
     free_memory()  # reference cycles keep a run's memory
     return found

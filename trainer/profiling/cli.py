@@ -1,7 +1,7 @@
 """usage: profiler.py COMMAND [flags]
 
 Measures the time and memory of training, and checks this machine. All commands except check take the flags of training
-(main_multi_gpu.py --help) and run the trainer's own loop; no command writes to --save-dir.
+(main_multi_gpu.py --help) and run the trainer's own loop, without writing to --save-dir.
 
 {commands}
 
@@ -65,7 +65,7 @@ def main(argv: Sequence[str], environment: RankEnvironment | None = None, tasks:
 
 
 def identified(rank: RankEnvironment | None, multi: MultiDeviceFlags) -> tuple[RankEnvironment | None, list[str]]:
-    """Returns this process's rank environment (None for a single process), and errors. rank: None to detect it."""
+    """Returns the process's rank environment (None for a single process) and error messages. rank: None detects it."""
     return read_rank_environment(os.environ, multi) if rank is None else (rank, [])
 
 

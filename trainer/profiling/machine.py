@@ -42,7 +42,7 @@ class Finding:
 
 
 class Broken(RuntimeError):
-    """Raised if a test has a wrong result; its message is printed for the user."""
+    """Raised by a test that fails; the message is printed for the user."""
 
 
 Tested = tuple[str, str]
@@ -59,7 +59,7 @@ def tested(subject: str, advice: str, test: Callable[..., Tested], *args: Any) -
 
 
 def of_this_machine(save_dir: Path, gpus: Sequence[int]) -> Iterator[Finding]:
-    """Yields findings of checks in this process. gpus: indices of the GPUs to check; empty for the CPU."""
+    """Yields the findings of all checks except communication. gpus: indices of the GPUs to check; empty for the CPU."""
     yield tested("versions", "install a build of torch with gloo, which ddp needs", versions)
     for num_workers in (0, 2):  # workers are forked, which is impossible after CUDA is initialised
         advice = "train with --num-workers 0, or check shared memory"

@@ -185,7 +185,7 @@ class MeasuredRun:
         return path
 
     def watched(self, spans: bool = False) -> AbstractContextManager[PhaseClock]:
-        """Returns a context manager that yields a `PhaseClock` of the steps within the context."""
+        """Returns the context `phase_clock.watched` for this run."""
         return watched(self.run.strategy, self.run.learner, self.run.log, spans)
 
 

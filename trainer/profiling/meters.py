@@ -19,13 +19,13 @@ WARM_UP = 3
 
 
 def spread(name: str, values_ms: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """Returns median and percentiles of durations: `{name}ms_median`, `{name}ms_p10`, `{name}ms_p90`."""
+    """Returns the median and percentiles of durations: `{name}ms_median`, `{name}ms_p10`, `{name}ms_p90`."""
     p10, p50, p90 = np.quantile(values_ms, [0.1, 0.5, 0.9]).tolist()
     return {f"{name}ms_median": p50, f"{name}ms_p10": p10, f"{name}ms_p90": p90}
 
 
 class Timer:
-    """Collects durations by name: `with timer("forward"): ...`. warm_up: number of first durations to drop."""
+    """Collects durations by name: `with timer("forward"): ...`. warm_up: initial durations to drop for each name."""
 
     def __init__(self, device: torch.device, warm_up: int = 0) -> None:
         self._queue, self._warm_up = queue_of(device), warm_up

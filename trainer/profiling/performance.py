@@ -113,7 +113,7 @@ class PerformanceProfiler:
     def benchmark_batch_sizes(self, sizes: Sequence[int]) -> Results:
         """Measures forward and backward for several batch sizes, with the first batch repeated or cut to each size.
 
-        Returns `batch_sizes`, a dictionary per size with `batch_size`, `fits` and, if the size fits, the results of
+        Returns `batch_sizes`, a list of dictionaries with `batch_size`, `fits` and, if the size fits, the results of
         `profile_backward_pass`. Also returns `fastest_batch_size`, by samples per second, and `largest_batch_size`;
         both are None if no size fits.
         """
@@ -136,7 +136,7 @@ class PerformanceProfiler:
         return {"batch_sizes": rows, "fastest_batch_size": fastest, "largest_batch_size": max(rates, default=None)}
 
     def compare_precisions(self) -> Results:
-        """Compares autocast precisions, and returns the results of `compare_amp_performance`."""
+        """Returns the results of `compare_amp_performance`."""
         names = ["float32", *(name for name in AMP_DTYPES if self._device.type == "cuda" or name == "bf16")]
         with self._measuring() as batches:
             found = self._train(batches, names)
@@ -171,7 +171,7 @@ class PerformanceProfiler:
 
     @contextmanager
     def _measuring(self) -> Iterator[list[Any]]:
-        """Moves the model to the device until the end of the context, and yields the batches on the device."""
+        """Moves the model to the device until the context ends, and yields the batches there."""
         with _untouched(self.model, self._device):
             if not self._batches:
                 batches = islice(self.loader, MOST_BATCHES)
@@ -190,8 +190,8 @@ class PerformanceProfiler:
         return _speed(timer, batches, name, rate)
 
     def _train(self, batches: Sequence[Any], precisions: Sequence[str] = ("float32",)) -> Results:
-        """Measures forward and backward, alternating between precisions. Returns by precision `forward_backward_ms_*`,
-        `backward_ms_*`, `samples_per_second`, `peak_memory_mib` and `loss` (of the first batch).
+        """Measures forward and backward, alternating between precisions. Returns `forward_backward_ms_*`,
+        `backward_ms_*`, `samples_per_second`, `peak_memory_mib` and `loss` (of the first batch) for each precision.
         """
         gpus = [self._device] if self._device.type == "cuda" else []
         timers = {name: Timer(self._device, self.warm_up) for name in precisions}
@@ -221,11 +221,11 @@ class PerformanceProfiler:
 
 
 def compare_amp_performance(model: nn.Module, loader: Iterable[Any], *args: Any, **options: Any) -> Results:
-    """Compares forward and backward passes in the model's precision, in bf16 autocast and, on a GPU, fp16 autocast.
+    """Compares forward and backward in the model's precision ("float32"), in bf16 and, on a GPU, in fp16 autocast.
 
-    Alternates between the precisions, so that changes of the machine's speed affect all of them. Returns by precision
-    `forward_backward_ms_*`, `samples_per_second` and `peak_memory_mib`, and for autocast `speedup` over "float32" and
-    `loss_relative_difference` on the first batch. Takes the arguments of `PerformanceProfiler`.
+    Takes the arguments of `PerformanceProfiler`. Alternates between the precisions, so that changes in the machine's
+    speed affect all of them. Returns `forward_backward_ms_*`, `samples_per_second` and `peak_memory_mib` for each
+    precision; for autocast, also `speedup` over "float32" and `loss_relative_difference` on the first batch.
     """
     return PerformanceProfiler(model, loader, *args, **options).compare_precisions()
 
@@ -277,8 +277,8 @@ def _call(model: nn.Module, batch: Any) -> Any:
 def _training_loss(model: nn.Module, batch: Any, loss: LossFunction | None) -> Tensor:
     """Returns a scalar for the backward pass: loss(output, targets), the output's "loss", or the output's sum.
 
-    Raises ValueError if no parameter requires gradients, and TypeError if `loss` lacks targets or the output lacks a
-    loss.
+    Raises ValueError if no parameter requires gradients. Raises TypeError if `loss` is given but the batch has no
+    targets, or if no gradients can be computed from the output.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"the {type(model).__name__} has no parameter to train, so there is no backward pass")

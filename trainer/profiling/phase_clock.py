@@ -62,7 +62,7 @@ class PhaseClock:
     def stop(self) -> np.ndarray:
         """Waits for the device; returns the time since creation in ms, divided into steps (rows) and phases (columns).
 
-        A step lasts until the next step starts. The wait for a step's data counts towards this step, although the data
+        A step lasts until the next step starts. The wait for a step's data counts towards that step, although the data
         are fetched during the previous step.
         """
         self.enter(REST)

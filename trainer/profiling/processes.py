@@ -58,7 +58,7 @@ def exit_status(work: Callable[[], int], reports: bool = True) -> int:
 
 
 def in_use(group: Group) -> AbstractContextManager[None]:
-    """Returns the context `Group.in_use`, whose error messages do not say that the run can resume."""
+    """Returns the context `Group.in_use`, with error messages that do not offer to resume."""
     group.diagnosis.has_checkpoints = False
     return group.in_use()
 

@@ -1,9 +1,9 @@
 """Measures throughput, speed-up, efficiency and memory on 1, 2, 4 ... devices.
 
-Measures one device, nn.DataParallel (on GPUs) and DistributedDataParallel in turn, several times, each in new
-processes, and reports medians. --batch-size is per device, so the global batch grows with the devices ("weak scaling");
-with --global-batch-size it is fixed ("strong scaling"). On the CPU pass --num-threads 1: otherwise a single process
-uses all cores, which several processes would share.
+Measures one device, nn.DataParallel (on GPUs) and DistributedDataParallel in turn, and reports medians of several
+rounds. Every measurement starts new processes. --batch-size is per device, so the global batch grows with the number of
+devices ("weak scaling"); --global-batch-size keeps it fixed ("strong scaling"). On the CPU pass --num-threads 1:
+otherwise one process uses all cores, but several share them.
 
 examples:
   python profiler.py scaling --world-sizes 1,2,4 --batch-size 64
@@ -31,7 +31,7 @@ from trainer.profiling.report import note_of_cut_batch, save_results, table
 
 @dataclass
 class ScalingFlags(MeasuringFlags):
-    """Measuring how speed grows with devices"""
+    """Measuring how speed grows with the number of devices"""
 
     world_sizes: tuple[int, ...] = flag(
         (1, 2), "numbers of devices to compare, for example 1,2,4; one device is always measured", metavar="N",
@@ -118,7 +118,7 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write_board(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """Writes TensorBoard curves over the number of devices."""
+    """Writes TensorBoard curves against the number of devices."""
     with SummaryWriter(str(folder)) as board:
         for row in rows:
             mode = forms.USUAL if row["mode"] == "single" else row["mode"]

@@ -1,7 +1,7 @@
 """Measures the time of a training step by phase; optionally writes a trace.
 
-Runs the trainer's own loop, as main.py or main_multi_gpu.py does with the same flags, in a temporary folder; --save-dir
-is not used. Measuring does not slow the loop down: on a GPU the loop records a CUDA event at the start of each phase,
+Runs the trainer's own loop, as main.py or main_multi_gpu.py does with the same flags, in a temporary folder instead of
+--save-dir. Measuring does not slow the loop down: on a GPU the loop records a CUDA event at the start of each phase,
 and the events are read at the end. docs/profiling.md defines the phases.
 
 examples:
