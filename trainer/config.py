@@ -284,7 +284,7 @@ class Option:
             limits = (f"{name.replace('_', ' ')} {limit}" for name, limit in self.limits.items())
             raise ValueError(f"must be {' and '.join(limits)}")
         if self.type is int and abs(number) > LARGEST:
-            raise ValueError(f"must be at most {LARGEST}")
+            raise ValueError(f"must be between {-LARGEST} and {LARGEST}")
         return number
 
     @property

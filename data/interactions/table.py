@@ -100,9 +100,9 @@ def _fields_in_quotes(text: Iterable[str], delimiter: str, where: str) -> Iterat
         lines = [line for line in recent if not line.isspace()]
         if len(lines) > 1 and all(line.count(delimiter) == len(fields) - 1 for line in lines):
             raise UserError(
-                f"{where}, lines {number - len(recent) + 1} to {number}: a quotation mark opens on the first of these "
-                "lines and closes on the last, so they count as one interaction, although each has all columns; "
-                "remove or double the quotation marks"
+                f"{where}, lines {number - len(recent) + 1} to {number}: a quoted value begins on the first of these "
+                "lines and ends on the last, so they count as one interaction, although each has all columns; remove "
+                "or double the quotation marks"
             )
         recent.clear()
         if len(fields) > 1 or fields[0].strip():

@@ -68,7 +68,7 @@ class ItemLists(Movable):
         return np.append(own, -1)[position] == pairs
 
     def where(self, chosen: np.ndarray) -> "ItemLists":
-        """Returns lists of the same users with only the chosen pairs. chosen: (n,) bool."""
+        """Returns the lists with only the chosen pairs of user and item. chosen: (n,) bool."""
         return ItemLists(np.concatenate([[0], np.cumsum(chosen)])[self.offsets], self.items[chosen])
 
     def joined_with(self, other: "ItemLists") -> "ItemLists":

@@ -1,4 +1,4 @@
-"""Whole command lines on imagined GPUs, and the same on the CPU."""
+"""Whole command lines on simulated GPUs, and the same on the CPU."""
 
 import json
 from pathlib import Path

@@ -1,10 +1,10 @@
 """profiler.py batch-size measures each size on an empty GPU."""
 
 from tests.conftest import WEIGHTED
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 
 
-@on_imagined_gpus(may_wait=True)
+@on_simulated_gpus(may_wait=True)
 def test_nothing_of_a_size_is_left_when_the_next_is_tried(tmp_path):
     import gc
 

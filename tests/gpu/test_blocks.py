@@ -1,15 +1,15 @@
-"""Blocks that are computed anew in the backward on imagined GPUs."""
+"""Blocks that are computed anew in the backward on simulated GPUs."""
 
 import pytest
 
 from tests.gpu.runs import assert_same, run
 from tests.gpu.test_ranks import PIECES
-from tests.helpers.imagined_gpu import on_imagined_gpus
+from tests.helpers.simulated_gpu import on_simulated_gpus
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("several", [False, True], ids=["one", "three"])
-@on_imagined_gpus(3)
+@on_simulated_gpus(3)
 def test_recomputed(several, tmp_path, cache_dir):
     more = ["--multi-gpu", "dp"] if several else ["--device", "cuda"]
     run(cache_dir, *PIECES, *more, "--grad-checkpointing", "--save-dir", tmp_path / "gpu", several=several)

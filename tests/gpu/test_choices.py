@@ -8,8 +8,8 @@ from profiler import main as profile
 from tests.conftest import TINY, WEIGHTED
 from tests.gpu.runs import EXACT, run
 from tests.gpu.test_training import HELPERS
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
-from tests.helpers.imagined_gpu.ranks import run_ranks
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
+from tests.helpers.simulated_gpu.ranks import run_ranks
 from trainer.commands.build import build_task
 from trainer.commands.evaluate import ensemble_metrics
 from trainer.commands.parse import parse
@@ -22,7 +22,7 @@ SHORT = ["--task", WEIGHTED, "--num-train", 96, "--steps", 1, "--settling-steps"
 
 
 @pytest.mark.slow
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_fused_kernels_of_attention_get_as_many_sequences_as_they_take():
     attention._MAX_SEQUENCES = 2
     query, key, value = (torch.randn(5, num, 2, 4, dtype=torch.float64) for num in (3, 6, 6))
@@ -35,7 +35,7 @@ def test_fused_kernels_of_attention_get_as_many_sequences_as_they_take():
 
 
 @pytest.mark.slow
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_several_runs_get_a_gpu_each():
     shown = choose_slots(DeviceFlags(), None)
     assert shown.variables == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
@@ -44,7 +44,7 @@ def test_several_runs_get_a_gpu_each():
 
 
 @pytest.mark.slow
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_an_ensemble_is_scored_on_the_first_of_the_chosen_gpus(tmp_path, cache_dir):
     directories = [tmp_path / str(seed) for seed in (0, 1)]
     for seed, directory in enumerate(directories):
@@ -59,7 +59,7 @@ def test_an_ensemble_is_scored_on_the_first_of_the_chosen_gpus(tmp_path, cache_d
 
 
 @pytest.mark.slow
-@on_imagined_gpus(may_wait=True)
+@on_simulated_gpus(may_wait=True)
 def test_the_largest_batch_is_found(tmp_path, cache_dir):
     GPUS.limit_memory(500 * 2**10)
     more = ["--width", 64, "--min-batch-size", 8, "--max-batch-size", 96, "--cache-dir", cache_dir / "lockstep"]
@@ -68,7 +68,7 @@ def test_the_largest_batch_is_found(tmp_path, cache_dir):
 
 
 @pytest.mark.slow
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_gpus_that_cannot_be_given_out_are_refused(tmp_path, cache_dir):
     more = ["--save-dir", tmp_path / "run"]
     run(cache_dir, *TINY, "--multi-gpu", "dp", "--gpu-ids", "1,1", *more, status=2, several=True)
@@ -81,7 +81,7 @@ def test_gpus_that_cannot_be_given_out_are_refused(tmp_path, cache_dir):
 
 
 @pytest.mark.slow
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_more_processes_than_gpus_are_refused(tmp_path, cache_dir):
     argv = [*TINY, "--multi-gpu", "ddp", "--backend", "gloo", "--save-dir", tmp_path / "run"]
     statuses = run_ranks([*argv, "--cache-dir", cache_dir / "lockstep"], 3, tmp_path / "meeting")

@@ -11,15 +11,15 @@ from profiler import PerformanceProfiler, compare_amp_performance
 from profiler import main as profile
 from tests.conftest import WEIGHTED, load
 from tests.gpu.runs import EXACT, run
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
 from tests.helpers.recordings import save_windows, windows_of_a_walk
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 from tests.helpers.weighted_task import Weighted
 
 HAR = ["--mode", "first", "--hidden-dims", 8, "--batch-size", 256, "--no-augmentation", "--max-steps", 2, *EXACT]
 QUICK = ["--task", WEIGHTED, "--num-train", 40, "--steps", 2, "--settling-steps", 1, "--num-threads", 1]
 
 
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_labels_new_data(tmp_path, cache_dir):
     run(cache_dir, *HAR, "--device", "cpu", "--save-dir", tmp_path / "run")
     walk = save_windows(tmp_path / "walk.npy", windows_of_a_walk(cache_dir))
@@ -31,7 +31,7 @@ def test_labels_new_data(tmp_path, cache_dir):
 
 
 @pytest.mark.slow
-@on_imagined_gpus(3)
+@on_simulated_gpus(3)
 def test_a_frozen_encoder(tmp_path, cache_dir):
     run(cache_dir, *HAR, "--device", "cpu", "--save-dir", tmp_path / "first")
     encoder = tmp_path / "first" / "last.pth"
@@ -43,7 +43,7 @@ def test_a_frozen_encoder(tmp_path, cache_dir):
     assert not all(same.values())
 
 
-@on_imagined_gpus(may_wait=True)
+@on_simulated_gpus(may_wait=True)
 def test_measures_a_step(tmp_path, cache_dir):
     argv = ["step", *QUICK, "--batch-size", 8, "--device", "cuda"]
     for more in (["--trace", tmp_path / "trace"], ["--cuda-graphs", "on", "--steps", 6]):
@@ -53,15 +53,15 @@ def test_measures_a_step(tmp_path, cache_dir):
 
 
 @pytest.mark.slow
-@on_imagined_gpus(2, may_wait=True)
+@on_simulated_gpus(2, may_wait=True)
 def test_checks_the_machine(tmp_path, cache_dir):
     assert profile(["check", "--device", "cuda", "--save-dir", str(tmp_path), "--backend", "gloo"]) in (0, 1)
-    for line in ("GPU 0: Imagined GPU", "GPU 0 -> 1", "GPU 1 -> 0"):
+    for line in ("GPU 0: Simulated GPU", "GPU 0 -> 1", "GPU 1 -> 0"):
         assert f"OK       {line}" in GPUS.printed() or f"warning  {line}" in GPUS.printed()
 
 
 @pytest.mark.slow
-@on_imagined_gpus(may_wait=True)
+@on_simulated_gpus(may_wait=True)
 def test_measures_any_model():
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     batches = [(torch.randn(6, 4), torch.randint(3, (6,))) for _ in range(3)]
@@ -73,7 +73,7 @@ def test_measures_any_model():
 
 
 @pytest.mark.slow
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_trains_from_python(tmp_path, cache_dir):
     settings = {"epochs": 1, "num_train": 24, "batch_size": 8, "lr": 0.01, "dtype": "float64", "num_threads": 1}
     metrics, _ = trainer.fit(Weighted, save_dir=tmp_path / "gpu", device="cuda:1", **settings)

@@ -6,7 +6,7 @@ from tests.conftest import assert_same_bits, load
 from tests.gpu.runs import assert_same, run
 from tests.gpu.test_training import HELPERS
 from tests.helpers import small_speech
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 from trainer.commands import loaders
 
 MOVABLE = f"{HELPERS / 'movable_task.py'}"
@@ -17,7 +17,7 @@ WEIGHTED = [
 
 
 @pytest.mark.parametrize("graphs", ["off", "on"])
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_learns_what_data_on_the_host_teach_to_the_bit(graphs, tmp_path, cache_dir):
     for place in ("host", "device"):
         flags = ["--cuda-graphs", graphs, "--data-on", place, "--save-dir", tmp_path / place]
@@ -27,7 +27,7 @@ def test_learns_what_data_on_the_host_teach_to_the_bit(graphs, tmp_path, cache_d
     assert "without a graph" not in GPUS.printed()
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_run_goes_on_with_data_elsewhere(tmp_path, cache_dir):
     constant = [*WEIGHTED, "--schedule", "constant", "--warmup-steps", 3]
     run(cache_dir, *constant, "--data-on", "host", "--save-dir", tmp_path / "whole")
@@ -43,7 +43,7 @@ def test_a_run_goes_on_with_data_elsewhere(tmp_path, cache_dir):
         pytest.param(["speech", *small_speech.SMALL], id="speech"),
     ],
 )
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_what_is_varied_on_the_gpu_teaches_what_the_host_varies(task, tmp_path, cache_dir):
     data = ["--data-dir", small_speech.write_digits(tmp_path / "data")] if task[0] == "speech" else []
     plain = ["--max-steps", 3, "--dropout", 0, "--device", "cuda", "--amp", "off", "--optimizer", "sgd"]
@@ -52,7 +52,7 @@ def test_what_is_varied_on_the_gpu_teaches_what_the_host_varies(task, tmp_path, 
     assert_same(tmp_path / "host", tmp_path / "device", 1e-6)
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_what_takes_too_much_memory_stays_on_the_host(tmp_path, cache_dir, monkeypatch):
     monkeypatch.setattr(loaders, "LARGEST_SHARE", 1e-9)
     run(cache_dir, *WEIGHTED, "--epochs", 1, "--save-dir", tmp_path / "run")
@@ -66,14 +66,14 @@ def test_what_takes_too_much_memory_stays_on_the_host(tmp_path, cache_dir, monke
         ("WrongWeights", "WrongSequences.weights: returns ["),
     ],
 )
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_what_cannot_lie_there_is_refused(name, message, tmp_path, cache_dir):
     settings = [*WEIGHTED, "--task", f"{MOVABLE}:{name}", "--data-on", "device", "--save-dir", tmp_path / "run"]
     run(cache_dir, *settings, status=2)
     assert message in GPUS.printed()
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_what_can_lie_there_does_beside_what_cannot(tmp_path, cache_dir):
     run(cache_dir, *WEIGHTED, "--task", f"{MOVABLE}:HalfMovable", "--epochs", 1, "--save-dir", tmp_path / "run")
     assert "Data on cuda:0: train, test, " in GPUS.printed()

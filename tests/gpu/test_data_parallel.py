@@ -1,11 +1,11 @@
-"""nn.DataParallel itself on three imagined GPUs: the threads, the scattering and the backward are torch's own."""
+"""nn.DataParallel itself on three simulated GPUs: the threads, the scattering and the backward are torch's own."""
 
 import pytest
 
 from tests.gpu.runs import EXACT, assert_same, run, tiny
 from tests.gpu.test_memory import ROOM, WIDE
 from tests.gpu.test_training import BAD_FIRST_EPOCH, HELPERS
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 
 CASES = {
     "two of three": ["--gpu-ids", "1,2", "--batch-size", 4, "--num-train", 25],  # the last batch is a single sample
@@ -15,7 +15,7 @@ DP = ["--multi-gpu", "dp"]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-@on_imagined_gpus(3)
+@on_simulated_gpus(3)
 def test_learns_what_the_cpu_learns(case, tmp_path, cache_dir):
     more = [*EXACT, "--global-batch-size", 12, *case]
     tiny(cache_dir, tmp_path / "dp", *DP, *more, several=True)
@@ -26,7 +26,7 @@ def test_learns_what_the_cpu_learns(case, tmp_path, cache_dir):
 
 
 @pytest.mark.slow
-@on_imagined_gpus(3)
+@on_simulated_gpus(3)
 def test_precisions(tmp_path, cache_dir):
     for amp in ("bf16", "fp16"):
         tiny(cache_dir, tmp_path / amp, *DP, "--amp", amp, "--batch-size", 3, several=True)
@@ -34,7 +34,7 @@ def test_precisions(tmp_path, cache_dir):
 
 
 @pytest.mark.slow
-@on_imagined_gpus(3)
+@on_simulated_gpus(3)
 def test_a_step_that_is_not_finite_ends_training(tmp_path, cache_dir):
     run(cache_dir, *DP, *BAD_FIRST_EPOCH, "--num-train", 24, "--batch-size", 3, "--save-dir", tmp_path, status=2,
         several=True)  # fmt: skip
@@ -42,7 +42,7 @@ def test_a_step_that_is_not_finite_ends_training(tmp_path, cache_dir):
 
 
 @pytest.mark.slow
-@on_imagined_gpus(3)
+@on_simulated_gpus(3)
 def test_outputs_per_sample(tmp_path, cache_dir):
     task = ["--task", f"{HELPERS / 'scored_task.py'}:Scored", "--epochs", 2, "--global-batch-size", 6, *EXACT]
     run(cache_dir, *DP, *task, "--batch-size", 2, "--save-dir", tmp_path / "dp", several=True)
@@ -50,7 +50,7 @@ def test_outputs_per_sample(tmp_path, cache_dir):
     assert_same(tmp_path / "dp", tmp_path / "cpu")
 
 
-@on_imagined_gpus(3)
+@on_simulated_gpus(3)
 def test_memory_of_one_is_too_small(tmp_path, cache_dir):
     GPUS.limit_memory(ROOM // 3, device=2)
     tiny(cache_dir, tmp_path / "dp", *DP, *WIDE, "--batch-size", 16, several=True)
@@ -60,7 +60,7 @@ def test_memory_of_one_is_too_small(tmp_path, cache_dir):
 
 
 @pytest.mark.slow
-@on_imagined_gpus(1)
+@on_simulated_gpus(1)
 def test_a_single_gpu_needs_no_replicas(tmp_path, cache_dir):
     tiny(cache_dir, tmp_path, *DP, several=True)
     assert "found one: training on cuda:0" in GPUS.printed()

@@ -1,9 +1,9 @@
 """Features of a frozen encoder are taken as they come: whose they are is known before training."""
 
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 
 
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_replicas_wait_for_no_gpu_to_look_at_them(tmp_path):
     import torch
 

@@ -1,4 +1,4 @@
-"""Recorded steps learn what steps learn that run without a graph, to the bit, on imagined GPUs."""
+"""Recorded steps learn what steps learn that run without a graph, to the bit, on simulated GPUs."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from tests.conftest import TINY, assert_same_bits, load
 from tests.gpu.runs import results, run
 from tests.gpu.test_ranks import run_on_ranks
 from tests.gpu.test_training import HELPERS, POISONED
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 from trainer.loop import blocks, graphs
 from trainer.loop.graphs import GraphedLearner
 from trainer.loop.memory import free_memory
@@ -59,14 +59,14 @@ def learns_the_same(tmp_path, cache_dir, *argv, **options):
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_learns_the_same_to_the_bit(settings, tmp_path, cache_dir):
     learns_the_same(tmp_path, cache_dir, *settings)
     assert GPUS.num_replays > 5
     assert set(told()) <= {OWN_STEP, OWN_STEP.replace("ClampedObjective", "Following")}
 
 
-@on_imagined_gpus(may_wait=True)
+@on_simulated_gpus(may_wait=True)
 def test_an_optimizer_of_the_task_is_launched(tmp_path, cache_dir):
     """It makes the host wait, and forward and backward are recorded, also where that shows only in a recording."""
     learns_the_same(tmp_path / "known", cache_dir, *own("OwnOptimizer"))
@@ -101,7 +101,7 @@ SLOW = {"HookedLater", "CountingTask", "FromHostTask", "RefusingTask", "OwnRows"
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in OBSTACLES])
-@on_imagined_gpus(may_wait=True)
+@on_simulated_gpus(may_wait=True)
 def test_what_cannot_be_recorded_is_launched(name, tmp_path, cache_dir):
     learns_the_same(tmp_path, cache_dir, *own(name))
     assert {line for line in told() if "CUDA graphs: updates run" not in line} == {OBSTACLES[name]}
@@ -114,7 +114,7 @@ def told():
     return [next((each for each in OBSTACLES.values() if each in line), line) for line in lines]
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_number_that_a_recording_has_frozen_is_found(tmp_path, cache_dir):
     run(cache_dir, "--task", f"{HELPERS / 'recorded_task.py'}:CountingElsewhereTask", "--device", "cuda", *GRAPHS,
         "--save-dir", tmp_path)  # fmt: skip
@@ -122,7 +122,7 @@ def test_a_number_that_a_recording_has_frozen_is_found(tmp_path, cache_dir):
     assert "run without a graph: replays of a graph did not reproduce the gradient of model." in line
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_an_epoch_begins_with_one_comparison(tmp_path, cache_dir):
     """Each of its four steps has a signature for the first three samples of a window, and one for the others."""
     launched_and_compared, compared = GraphedLearner._launched_and_compared, []
@@ -138,14 +138,14 @@ def test_an_epoch_begins_with_one_comparison(tmp_path, cache_dir):
     assert compared == [(epoch, has) for epoch, its in enumerate((both, both, *[[False]] * 3)) for has in its]
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_what_an_epoch_changes_elsewhere_is_found_at_its_start(tmp_path, cache_dir):
     learns_the_same(tmp_path, cache_dir, "--task", f"{HELPERS / 'recorded_task.py'}:ChangingElsewhere", "--epochs", 6)
     (line,) = told()
     assert "run without a graph: replays of a graph did not reproduce" in line and GPUS.num_replays > 5
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_tensor_that_is_kept_elsewhere_is_found(tmp_path, cache_dir):
     run(cache_dir, "--task", f"{HELPERS / 'recorded_task.py'}:KeepingElsewhereTask", "--device", "cuda", *GRAPHS,
         "--save-dir", tmp_path)  # fmt: skip
@@ -153,7 +153,7 @@ def test_a_tensor_that_is_kept_elsewhere_is_found(tmp_path, cache_dir):
     assert len(lines) == 2 and GPUS.num_replays == 0  # of steps and of evaluations
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_goes_on_from_launched_steps_and_back(tmp_path, cache_dir):
     """In the middle of epochs of three steps."""
     more = [*TINY[:2], *TINY[4:], "--device", "cuda", "--ema-decay", 0.9, "--dropout", 0.2, "--deterministic",
@@ -166,7 +166,7 @@ def test_goes_on_from_launched_steps_and_back(tmp_path, cache_dir):
                        for state in (whole, parts)))  # fmt: skip
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_evaluations_are_recorded(tmp_path, cache_dir):
     """Sums, and outputs per sample; the weights are an average."""
     task = ["--task", f"{HELPERS / 'scored_task.py'}:Scored", "--eval-batch-size", 2, "--ema-decay", 0.9]
@@ -177,7 +177,7 @@ def test_evaluations_are_recorded(tmp_path, cache_dir):
     assert GPUS.num_replays > before
 
 
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_ranks_learn_the_same_to_the_bit(tmp_path, cache_dir):
     for name, more in (("launched", []), ("recorded", GRAPHS)):
         (tmp_path / name).mkdir()
@@ -185,7 +185,7 @@ def test_ranks_learn_the_same_to_the_bit(tmp_path, cache_dir):
     assert_same_bits(*(load(tmp_path / name / "ranks" / "last.pth") for name in ("launched", "recorded")))
 
 
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_a_rank_that_launches_alone_is_named(tmp_path, cache_dir):
     recorded = GraphedLearner._recorded
 
@@ -220,7 +220,7 @@ def lack_memory_in(name, after=Packed.after):
 
 
 @pytest.mark.parametrize("name", ["evaluation", "step", "update"])
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_lack_of_memory_ends_recordings_first(name, tmp_path, cache_dir):
     """Each step is trained on once."""
     lack_memory_in(name)
@@ -228,7 +228,7 @@ def test_a_lack_of_memory_ends_recordings_first(name, tmp_path, cache_dir):
     assert GPUS.printed().count("Out of memory: continuing without CUDA graphs.") == 1
 
 
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_a_rank_that_lacks_memory_goes_on_alone(tmp_path, cache_dir):
     lack_memory_in("step")
     argv = [*LONGER, *POISONED, "--on-nonfinite", "skip", "--batch-norm", "--batch-size", 4, "--global-batch-size", 8]
@@ -239,7 +239,7 @@ def test_a_rank_that_lacks_memory_goes_on_alone(tmp_path, cache_dir):
     assert_same_bits(*(load(tmp_path / name / "ranks" / "last.pth") for name in ("launched", "recorded")))
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_capture_that_an_exception_ends_keeps_no_memory():
     recorder = Recorder(torch.device("cuda", 0))
     torch.ones(1, device="cuda")
@@ -257,7 +257,7 @@ def test_a_capture_that_an_exception_ends_keeps_no_memory():
 
 
 @pytest.mark.slow
-@on_imagined_gpus(may_wait=True)
+@on_simulated_gpus(may_wait=True)
 def test_a_lack_of_memory_in_a_recording_leaves_no_trace(tmp_path, cache_dir):
     for method in ("_moment", "_recorded", "_named", "_recorded_update"):
         function = getattr(GraphedLearner, method)
@@ -276,7 +276,7 @@ def test_a_lack_of_memory_in_a_recording_leaves_no_trace(tmp_path, cache_dir):
 
 
 @pytest.mark.slow
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_compiled_code_is_recorded(tmp_path, cache_dir):
     in_capture = []
 
@@ -293,7 +293,7 @@ def test_compiled_code_is_recorded(tmp_path, cache_dir):
     assert "without a graph" not in GPUS.printed()
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_recordings_do_not_displace_each_other(tmp_path, cache_dir):
     graphs.MOST_GRAPHS = 2
     learns_the_same(tmp_path, cache_dir, "--task", f"{HELPERS / 'ragged_task.py'}:Ragged", "--epochs", 4,

@@ -1,4 +1,4 @@
-"""Recorded steps together with what else a run may be asked for, on imagined GPUs."""
+"""Recorded steps together with what else a run may be asked for, on simulated GPUs."""
 
 import multiprocessing
 import os
@@ -13,7 +13,7 @@ from tests.gpu.runs import run
 from tests.gpu.test_graphs import GRAPHS, LONGER, told
 from tests.gpu.test_ranks import run_on_ranks
 from tests.gpu.test_training import POISONED
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 from trainer.loop import progress
 from trainer.loop.graphs import GraphedLearner
 from trainer.loop.progress import Progress
@@ -22,9 +22,9 @@ from trainer.loop.recording import Recorder
 CUDA = ["--device", "cuda", "--deterministic", "--ema-decay", 0.9]
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_runs_of_several_seeds(tmp_path, cache_dir):
-    """Each in a process of its own, which here has the imagined GPUs of this one."""
+    """Each in a process of its own, which here has the simulated GPUs of this one."""
     record, get_context, note = Recorder.record, multiprocessing.get_context, tmp_path / "note"
 
     def noted(self, function):
@@ -41,7 +41,7 @@ def test_runs_of_several_seeds(tmp_path, cache_dir):
         assert_same_bits(load(tmp_path / f"{seed}" / "last.pth"), load(tmp_path / f"recorded/seed-{seed}/last.pth"))
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_pauses_when_the_time_is_up_and_goes_on(tmp_path, cache_dir):
     """In the middle of epochs of three steps, each of which takes a minute."""
     clock, advance = SimpleNamespace(now=0.0), Progress.advance
@@ -63,7 +63,7 @@ def test_pauses_when_the_time_is_up_and_goes_on(tmp_path, cache_dir):
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_signal_within_a_recording(number, tmp_path, cache_dir):
     """Of forward and backward, of the update, of an evaluation's forward: the run stops after the step, and goes on."""
     record, num_captures = Recorder.record, []
@@ -88,7 +88,7 @@ def test_a_signal_within_a_recording(number, tmp_path, cache_dir):
     assert_same_bits(*({name: state[name] for name in ("model", "training_model", "optimizers")} for state in states))
 
 
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_batch_norm_over_all_ranks_is_launched(tmp_path, cache_dir):
     """Its own kernels are a GPU's alone, so here each rank takes its own statistics."""
     nn.SyncBatchNorm.forward = nn.BatchNorm1d.forward
@@ -96,7 +96,7 @@ def test_batch_norm_over_all_ranks_is_launched(tmp_path, cache_dir):
     assert told() == ["CUDA graphs: steps run without a graph: --sync-bn exchanges statistics in the forward pass."]
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_recordings_that_gain_nothing_are_given_up(tmp_path, cache_dir):
     timed = GraphedLearner._timed
     GraphedLearner._timed = lambda self, function: (timed(self, function)[0], 1e-3)

@@ -1,10 +1,10 @@
-"""The imagined GPU records and replays CUDA graphs, and notices what a real one does not forgive."""
+"""The simulated GPU records and replays CUDA graphs, and notices what a real one does not forgive."""
 
 from contextlib import contextmanager
 
 import pytest
 
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 
 ILLEGAL = "operation not permitted when stream is capturing"
 
@@ -21,7 +21,7 @@ def captured(graph, pool=None, mode="thread_local"):
             graph.capture_end()
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_replay_does_again_what_was_captured_on_the_same_memory():
     import torch
 
@@ -42,7 +42,7 @@ def test_a_replay_does_again_what_was_captured_on_the_same_memory():
     assert (GPUS.num_captures, GPUS.num_replays) == (1, 3)
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_five_replays_are_five_steps_byte_for_byte():
     import torch
     from torch import nn
@@ -117,7 +117,7 @@ def test_five_replays_are_five_steps_byte_for_byte():
     assert all(a.cpu().numpy().tobytes() == b.cpu().numpy().tobytes() for a, b in zip(eager, replayed, strict=True))
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_records_keep_shapes_and_numbers_of_their_moment():
     import torch
 
@@ -137,7 +137,7 @@ def test_records_keep_shapes_and_numbers_of_their_moment():
     assert x.tolist() == [0, 0]
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_what_a_capture_wrote_is_put_back():
     import torch
     from torch import nn
@@ -162,7 +162,7 @@ def test_what_a_capture_wrote_is_put_back():
     assert not torch.cuda.default_generators[0].get_state().equal(places)
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_replay_draws_from_the_seed_of_its_moment():
     import torch
 
@@ -188,7 +188,7 @@ def test_a_replay_draws_from_the_seed_of_its_moment():
     assert replayed()[0].equal(eager[0])  # it seeds the generators of GPUs too
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_recomputed_block_draws_again_what_it_drew():
     import torch
     from torch.utils.checkpoint import checkpoint
@@ -227,7 +227,7 @@ def test_a_recomputed_block_draws_again_what_it_drew():
             generator.set_state(torch.Generator().get_state())
 
 
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_generators_of_devices_are_their_own():
     import torch
 
@@ -277,7 +277,7 @@ def _illegal():
     }
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_what_is_illegal_in_a_capture_raises_and_ends_it():
     import torch
 
@@ -306,7 +306,7 @@ def test_what_is_illegal_in_a_capture_raises_and_ends_it():
     assert GPUS.num_captures == 0
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_failed_capture_leaves_the_generator_in_its_mode():
     import torch
 
@@ -327,7 +327,7 @@ def test_a_failed_capture_leaves_the_generator_in_its_mode():
         earlier.replay()  # it draws from the state that the failed capture has left behind
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_capture_takes_what_its_streams_are_asked_for():
     import threading
 
@@ -363,7 +363,7 @@ def test_a_capture_takes_what_its_streams_are_asked_for():
             use()
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_what_is_illegal_between_streams_and_threads_ends_a_capture():
     import threading
 
@@ -395,7 +395,7 @@ def _error_of(function):
         return str(error)
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_copies_from_and_to_pinned_memory_happen_at_a_replay():
     import torch
 
@@ -420,7 +420,7 @@ def test_copies_from_and_to_pinned_memory_happen_at_a_replay():
     GPUS.forget_mistakes()
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_memory_of_a_pool_is_spoilt_before_a_replay():
     import torch
 
@@ -439,7 +439,7 @@ def test_memory_of_a_pool_is_spoilt_before_a_replay():
     assert results[1].tolist() == [77] * 3
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_memory_that_a_replay_needs_is_not_to_be_freed():
     import torch
 
@@ -453,7 +453,7 @@ def test_memory_that_a_replay_needs_is_not_to_be_freed():
         graph.replay()
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_memory_of_graphs_is_counted_and_runs_out():
     import torch
 
@@ -482,7 +482,7 @@ def test_memory_of_graphs_is_counted_and_runs_out():
     assert GPUS.memory_in_use() == 4_000
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_context_managers_and_checks_of_torch_work_on_it():
     import torch
 
@@ -498,7 +498,7 @@ def test_context_managers_and_checks_of_torch_work_on_it():
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_loss_scale_and_optimizers_can_be_captured():
     for name, options in (("SGD", {"momentum": 0.9}), ("Adam", {"capturable": True}), ("AdamW", {"capturable": True})):
         (weight, scale), (weight_of_graph, scale_of_graph) = (

@@ -1,13 +1,13 @@
-"""The imagined GPU notices what it is there for."""
+"""The simulated GPU notices what it is there for."""
 
 import os
 
 import pytest
 
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 
 
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_devices_do_not_mix():
     import torch
 
@@ -20,7 +20,7 @@ def test_devices_do_not_mix():
     assert elsewhere.to("cuda:0").device == there.device
 
 
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_a_copy_arrives_once_its_gpu_is_waited_for():
     import torch
 
@@ -40,7 +40,7 @@ def test_a_copy_arrives_once_its_gpu_is_waited_for():
     GPUS.forget_mistakes()
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_memory_is_not_to_be_changed_before_it_was_copied():
     import torch
 
@@ -66,7 +66,7 @@ def test_memory_is_not_to_be_changed_before_it_was_copied():
     GPUS.forget_mistakes()
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_waits_are_noted():
     import torch
 
@@ -101,7 +101,7 @@ def test_waits_are_noted():
     assert all(wait.place.startswith("tests/gpu/test_helper.py:") for wait in GPUS.waits)
 
 
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_memory_is_counted_and_runs_out():
     import torch
 
@@ -119,7 +119,7 @@ def test_memory_is_counted_and_runs_out():
 
 @pytest.mark.slow
 @pytest.mark.skipif("LOCKSTEP_LINES" in os.environ, reason="while lines are recorded it runs in Python's threads")
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_backward_runs_in_the_threads_of_the_gpus():
     import threading
 

@@ -1,4 +1,4 @@
-"""Losses of all rows of a step on imagined GPUs: what the CPU learns, without a wait of the host, and no recordings."""
+"""Losses of all rows of a step on simulated GPUs: what the CPU learns, without host waits or recordings."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from tests.conftest import largest_difference, load
 from tests.gpu.runs import EXACT, run
 from tests.gpu.test_ranks import run_on_ranks
 from tests.gpu.test_training import HELPERS
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 
 CLIP = [
     "--task", f"{HELPERS / 'joint_task.py'}:Clips", "--epochs", 2, "--global-batch-size", 12, "--lr", 0.1,
@@ -19,7 +19,7 @@ def assert_same(a, b, closeness=1e-9):
     assert largest_difference(load(a / "last.pth"), load(b / "last.pth")) < closeness
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_learns_what_the_cpu_learns_without_recordings(tmp_path, cache_dir):
     for device, more in (("cpu", []), ("cuda", ["--cuda-graphs", "on"])):
         run(cache_dir, *CLIP, *EXACT, "--batch-size", 5, "--device", device, "--save-dir", tmp_path / device, *more)
@@ -28,7 +28,7 @@ def test_learns_what_the_cpu_learns_without_recordings(tmp_path, cache_dir):
     assert "CUDA graphs: steps with `joint_loss` or --sam-rho run without" in GPUS.printed()
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_scaled_gradients(tmp_path, cache_dir):
     """Those of fp16, of one forward and of several, as of a loss in the forward."""
     for name, task, size in (("whole", "ClipsOfABatch", 12), ("one", "Clips", 12), ("several", "Clips", 5)):
@@ -39,14 +39,14 @@ def test_scaled_gradients(tmp_path, cache_dir):
 
 
 @pytest.mark.slow
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_ranks_learn_what_the_cpu_learns(tmp_path, cache_dir):
     run_on_ranks(tmp_path, cache_dir, *CLIP, *EXACT, "--batch-size", 2)
     run(cache_dir, *CLIP, *EXACT, "--batch-size", 12, "--device", "cpu", "--save-dir", tmp_path / "cpu")
     assert_same(tmp_path / "ranks", tmp_path / "cpu")
 
 
-@on_imagined_gpus(2, may_wait=True)
+@on_simulated_gpus(2, may_wait=True)
 def test_gather_is_not_recorded(tmp_path, cache_dir):
     task = ["--task", f"{HELPERS / 'joint_task.py'}:Gathers", *CLIP[2:], "--amp", "off"]
     (tmp_path / "recorded").mkdir()

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_libraries_are_told_what_the_flags_and_the_task_mean(tmp_path):
     import os
 
@@ -41,7 +41,7 @@ def test_libraries_are_told_what_the_flags_and_the_task_mean(tmp_path):
 
 
 @pytest.mark.parametrize(("variable", "num_threads"), [(None, 1), ("3", 3)])
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_process_with_a_gpu_takes_one_cpu_thread_unless_told(variable, num_threads, tmp_path):
     import os
 

@@ -1,10 +1,10 @@
-"""Memory of an imagined GPU that is too small for a batch: the run learns the same with smaller ones."""
+"""Memory of an simulated GPU that is too small for a batch: the run learns the same with smaller ones."""
 
 import pytest
 
 from tests.conftest import TINY, WEIGHTED
 from tests.gpu.runs import EXACT, assert_same, run, tiny
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 from trainer.loop.memory import MemoryGuard
 
 KIB = 2**10
@@ -13,7 +13,7 @@ ROOM = 500 * KIB
 """A forward and a backward of 48 samples take more, of 24 less."""
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_the_dry_run_finds_what_fits(tmp_path, cache_dir):
     GPUS.limit_memory(ROOM)
     tiny(cache_dir, tmp_path / "tight", *WIDE, "--device", "cuda", "--eval-batch-size", 8)
@@ -23,7 +23,7 @@ def test_the_dry_run_finds_what_fits(tmp_path, cache_dir):
     assert_same(tmp_path / "tight", tmp_path / "roomy")
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_step_that_finds_no_room_is_tried_again(tmp_path, cache_dir):
     """As if others had taken memory after the dry run."""
     dry_run = MemoryGuard.dry_run
@@ -42,7 +42,7 @@ def test_a_step_that_finds_no_room_is_tried_again(tmp_path, cache_dir):
 
 
 @pytest.mark.slow
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_too_little_for_a_single_sample_is_refused(tmp_path, cache_dir):
     dry_run = MemoryGuard.dry_run
 
@@ -55,7 +55,7 @@ def test_too_little_for_a_single_sample_is_refused(tmp_path, cache_dir):
     assert "with a single sample per forward pass" in GPUS.printed()
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_no_room_for_the_first_samples_is_refused(tmp_path, cache_dir):
     """The weights have found room, and what a forward keeps beside them does not."""
     width = 4000
@@ -65,7 +65,7 @@ def test_no_room_for_the_first_samples_is_refused(tmp_path, cache_dir):
 
 
 @pytest.mark.slow
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_run_leaves_nothing_on_the_gpu(tmp_path, cache_dir):
     import gc
 

@@ -1,9 +1,9 @@
 """What is held in the memory of a GPU, and in page-locked memory, beside the step itself."""
 
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_evaluating_and_saving_the_average_take_no_second_model():
     """A step has gradients of that size then, so what fits into the dry run fits here."""
     import torch
@@ -24,7 +24,7 @@ def test_evaluating_and_saving_the_average_take_no_second_model():
     assert torch.cuda.max_memory_allocated() - in_use <= 2 * weight.nbytes
 
 
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_the_peak_is_that_of_the_fullest_gpu():
     import torch
 
@@ -38,7 +38,7 @@ def test_the_peak_is_that_of_the_fullest_gpu():
     assert peak_memory_mib(*devices) == 0
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_snapshot_does_without_page_locked_memory():
     import torch
 

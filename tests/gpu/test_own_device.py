@@ -1,9 +1,9 @@
 """Whatever the current GPU is, a run works on its own ones, and waits for them."""
 
-from tests.helpers.imagined_gpu import on_imagined_gpus
+from tests.helpers.simulated_gpu import on_simulated_gpus
 
 
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_what_is_fetched_is_waited_for_on_its_own_gpu():
     """A copy that has not arrived holds other numbers."""
     import torch
@@ -15,7 +15,7 @@ def test_what_is_fetched_is_waited_for_on_its_own_gpu():
     assert arrived() == [False, True]
 
 
-@on_imagined_gpus(3)
+@on_simulated_gpus(3)
 def test_the_first_gpu_of_every_form_is_the_current_one():
     """What allocates, or is queued, without naming one must not go to another one's memory and stream."""
     import torch
@@ -29,7 +29,7 @@ def test_the_first_gpu_of_every_form_is_the_current_one():
     assert torch.cuda.current_device() == 1
 
 
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_a_process_that_goes_on_has_its_current_gpu_back():
     import torch
 

@@ -1,4 +1,4 @@
-"""The parts of benchmarks/gpu.py on an imagined GPU: those lines of them that only a GPU runs."""
+"""The parts of benchmarks/gpu.py on an simulated GPU: those lines of them that only a GPU runs."""
 
 import importlib
 
@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.on_gpu import models, part
 from benchmarks.on_gpu.part import Report, Setting
-from tests.helpers.imagined_gpu import on_imagined_gpus
+from tests.helpers.simulated_gpu import on_simulated_gpus
 
 PARTS = ["machine", "exact", "poisoned", "snapshot", "resumed", "graphed", "loop", "throughput", "saving"]
 """Without those that fill a GPU's memory, and those that start processes."""
@@ -16,8 +16,8 @@ MODELS = ("sasrec", "plmu")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARTS)
-@on_imagined_gpus(may_wait=True)
-def test_part_runs_on_an_imagined_gpu(name, tmp_path, cache_dir):
+@on_simulated_gpus(may_wait=True)
+def test_part_runs_on_an_simulated_gpu(name, tmp_path, cache_dir):
     torch.cuda._sleep = lambda cycles: None
     for other in models.MODELS.keys() - set(MODELS):
         del models.MODELS[other]

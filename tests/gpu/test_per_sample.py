@@ -5,7 +5,7 @@ import torch
 from tests.conftest import ROOT
 from tests.gpu.runs import run
 from tests.gpu.test_workloads import settings_of
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 from trainer.loop import evaluate
 from trainer.loop.totals import MOST_IN_FLIGHT, PerSampleOutputs
 from trainer.parallel.strategy import SingleDevice
@@ -15,7 +15,7 @@ HELPERS = ROOT / "tests" / "helpers"
 DEVICE = torch.device("cuda", 1)
 
 
-@on_imagined_gpus(2, may_wait=True)
+@on_simulated_gpus(2, may_wait=True)
 def test_many_batches_arrive_in_order():
     outputs, num_batches = PerSampleOutputs(), 2 * MOST_IN_FLIGHT + 5
     for batch in range(num_batches):
@@ -28,7 +28,7 @@ def test_many_batches_arrive_in_order():
     assert waits == 0
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_no_evaluation_waits_between_its_batches(tmp_path, cache_dir):
     """But in the first one for what an objective makes once."""
     waits, ahead = [], evaluate.agree_ahead

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from tests.helpers.imagined_gpu import on_imagined_gpus
+from tests.helpers.simulated_gpu import on_simulated_gpus
 from trainer.logs.run_log import SilentLog
 from trainer.loop.progress import Progress
 from trainer.loop.rank_times import REPORT_EVERY, SENT, RankTimes
@@ -13,7 +13,7 @@ from trainer.parallel.devices import GROUP_SIZE
 from trainer.parallel.strategy import SingleDevice
 
 
-@on_imagined_gpus(2, may_wait=True)
+@on_simulated_gpus(2, may_wait=True)
 def test_periods_follow_one_another():
     strategy, progress = SingleDevice(torch.device("cuda", 1)), Progress()
     sent = []

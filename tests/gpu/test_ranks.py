@@ -1,4 +1,4 @@
-"""One process per GPU, on imagined ones. What they exchange travels by gloo."""
+"""One process per GPU, on simulated ones. What they exchange travels by gloo."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from tests.conftest import TINY, assert_same_bits, load
 from tests.gpu.runs import EXACT, assert_same, run, tiny
 from tests.gpu.test_memory import ROOM, WIDE
 from tests.gpu.test_training import HELPERS, POISONED
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
-from tests.helpers.imagined_gpu.ranks import run_ranks
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
+from tests.helpers.simulated_gpu.ranks import run_ranks
 
 # Global batches of 5, the last of an epoch 3, and one that is left out; two phases, tied weights, blocks, buffers.
 PIECES = [
@@ -30,11 +30,11 @@ def run_on_ranks(tmp_path, cache_dir, *argv, form=("ddp",)):
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_ranks_learn_what_the_cpu_learns(form, tmp_path, cache_dir):
     run_on_ranks(tmp_path, cache_dir, *PIECES, form=form)
-    shared = "2 x cuda:0 (Imagined GPU)"
-    devices = shared if "--gpu-ids" in form else "cuda:0 (Imagined GPU), cuda:1 (Imagined GPU)"
+    shared = "2 x cuda:0 (Simulated GPU)"
+    devices = shared if "--gpu-ids" in form else "cuda:0 (Simulated GPU), cuda:1 (Simulated GPU)"
     assert f" over gloo: {devices}" in GPUS.printed()
     run(cache_dir, *PIECES, "--device", "cpu", "--save-dir", tmp_path / "cpu")
     assert_same(tmp_path / "ranks", tmp_path / "cpu")
@@ -43,14 +43,14 @@ def test_ranks_learn_what_the_cpu_learns(form, tmp_path, cache_dir):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["ddp", "fsdp"])
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_precisions(amp, form, tmp_path, cache_dir):
     run_on_ranks(tmp_path, cache_dir, *TINY, "--amp", amp, form=[form])
     assert f"float32 with {amp} autocast" in GPUS.printed()
 
 
 @pytest.mark.slow
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_statistics_of_batch_norms_and_a_step_that_is_left_out(tmp_path, cache_dir):
     more = ["--epochs", 2, "--on-nonfinite", "skip", "--batch-norm", "--batch-size", 4, "--global-batch-size", 8]
     argv = [*TINY, *EXACT, *POISONED, *more]
@@ -59,7 +59,7 @@ def test_statistics_of_batch_norms_and_a_step_that_is_left_out(tmp_path, cache_d
 
 
 @pytest.mark.slow
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_one_rank_lacks_memory_in_the_dry_run(tmp_path, cache_dir):
     """The others do not wait for it."""
     GPUS.limit_memory(ROOM, device=1)
@@ -71,7 +71,7 @@ def test_one_rank_lacks_memory_in_the_dry_run(tmp_path, cache_dir):
 
 
 @pytest.mark.slow
-@on_imagined_gpus(2, may_wait=True)
+@on_simulated_gpus(2, may_wait=True)
 def test_one_bit_on_one_rank(tmp_path, cache_dir, monkeypatch):
     """The task itself waits, to count its forwards."""
     monkeypatch.setenv("LOCKSTEP_DRIFT", "bit 1 5")
@@ -81,11 +81,11 @@ def test_one_bit_on_one_rank(tmp_path, cache_dir, monkeypatch):
     assert run_ranks(argv, 2, tmp_path / "meeting") == [2, 2]
     printed = GPUS.printed()
     assert "the ranks are no longer in lockstep" in printed and "model.layers.4.weight differs on" in printed
-    assert "cuda:0 (Imagined GPU)) from rank 1" in printed
+    assert "cuda:0 (Simulated GPU)) from rank 1" in printed
 
 
 @pytest.mark.slow
-@on_imagined_gpus(2, may_wait=True)
+@on_simulated_gpus(2, may_wait=True)
 def test_a_lost_rank_costs_one_step(tmp_path, cache_dir, monkeypatch):
     """One is killed once it has the weights after step 6; the other one saves that step, and both resume from it."""
     argv = ["--task", f"{HELPERS / 'struck_task.py'}:Struck", "--epochs", 2, "--num-train", 48, "--batch-size", 6,

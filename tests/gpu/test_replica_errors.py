@@ -1,12 +1,12 @@
 """What goes wrong on one GPU of nn.DataParallel is told like anything else."""
 
 from tests.conftest import ROOT
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 
 FAULTY = f"{ROOT / 'tests' / 'helpers' / 'faulty_task.py'}:Faulty"
 
 
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_an_error_of_a_replica_is_told_in_one_line(tmp_path):
     import os
 

@@ -1,12 +1,12 @@
-"""Sharpness-aware steps on imagined GPUs: what the CPU learns, without a wait of the host, and no recordings."""
+"""Sharpness-aware steps on simulated GPUs: what the CPU learns, without a wait of the host, and no recordings."""
 
 from tests.conftest import largest_difference, load
 from tests.gpu.runs import run
 from tests.gpu.test_training import HELPERS
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_learns_what_the_cpu_learns_without_recordings(tmp_path, cache_dir):
     task = ["--task", f"{HELPERS / 'jobs.py'}:Sam", "--max-steps", 6, "--global-batch-size", 6, "--batch-size", 3]
     for device, more in (("cpu", []), ("cuda", ["--cuda-graphs", "on"])):

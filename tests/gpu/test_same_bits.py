@@ -1,4 +1,4 @@
-"""`--parts` on imagined GPUs: the same bits on one and on two."""
+"""`--parts` on simulated GPUs: the same bits on one and on two."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from tests.conftest import TINY
 from tests.gpu.runs import run
 from tests.gpu.test_memory import ROOM, WIDE
 from tests.gpu.test_ranks import run_on_ranks
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
-from tests.helpers.imagined_gpu.ranks import run_ranks
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
+from tests.helpers.simulated_gpu.ranks import run_ranks
 from tests.parallel.test_parts import FILE, digests
 
 FLAGS = ["--epochs", 1, "--batch-size", 3, "--parts", 8, "--lr", 0.02, "--log-interval", 2]
@@ -19,7 +19,7 @@ WAYS = [pytest.param([], marks=pytest.mark.slow), ["--cuda-graphs", "on", "--epo
 
 
 @pytest.mark.parametrize("more", TASKS, ids=["one phase", "two phases"])
-@on_imagined_gpus(2, may_wait=True)
+@on_simulated_gpus(2, may_wait=True)
 def test_two_gpus_learn_the_same_bits_as_one(more, tmp_path, cache_dir):
     """The task itself waits, to see which samples there are; in a short step a rank without any asks the others."""
     argv = ["--task", f"{FILE}:{more[0]}", *more[1:], *FLAGS, "--cache-dir", cache_dir / "lockstep"]
@@ -31,7 +31,7 @@ def test_two_gpus_learn_the_same_bits_as_one(more, tmp_path, cache_dir):
 
 
 @pytest.mark.parametrize("more", WAYS, ids=["launched", "recorded"])
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_no_step_waits_for_a_gpu(more, tmp_path, cache_dir):
     argv = [*TINY, "--batch-size", 2, "--parts", 4, "--dropout", 0.3, "--log-interval", 2, *more]
     run_on_ranks(tmp_path, cache_dir, *argv)
@@ -41,7 +41,7 @@ def test_no_step_waits_for_a_gpu(more, tmp_path, cache_dir):
     assert not more or GPUS.num_replays > 5
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_part_that_does_not_fit_is_refused(tmp_path, cache_dir):
     GPUS.limit_memory(ROOM)
     argv = [*TINY, *WIDE, "--parts", 2, "--global-batch-size", 96, "--eval-batch-size", 8, "--save-dir", tmp_path]

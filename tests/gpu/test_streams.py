@@ -1,12 +1,12 @@
-"""Streams beside an imagined GPU: what the CPU learns, by the trainer's process or by workers."""
+"""Streams beside an simulated GPU: what the CPU learns, by the trainer's process or by workers."""
 
 from tests.conftest import largest_difference, load
 from tests.gpu.runs import run
 from tests.gpu.test_training import HELPERS
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_learns_what_the_cpu_learns_with_workers_or_without(tmp_path, cache_dir):
     task = ["--task", f"{HELPERS / 'jobs.py'}:Streamed", "--epochs", 3, "--batch-size", 6, "--num-threads", 1]
     for name, more in (("workers", ["--num-workers", 2]), ("cuda", []), ("cpu", [])):  # forked before CUDA is used

@@ -1,4 +1,4 @@
-"""Training on one imagined GPU learns what it learns on the CPU, and never waits for the GPU within a step."""
+"""Training on one simulated GPU learns what it learns on the CPU, and never waits for the GPU within a step."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import ROOT, assert_same_bits, cut_back, load, read_metrics
 from tests.gpu.runs import EXACT, assert_same, run, tiny
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 
 HELPERS = ROOT / "tests" / "helpers"
 POISONED = ["--task", f"{HELPERS / 'poisoned_task.py'}:Poisoned", "--poisoned", 3, "--poison", "input"]
@@ -28,14 +28,14 @@ TASKS = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_learns_what_the_cpu_learns(settings, tmp_path, cache_dir):
     for device in ("cuda", "cpu"):
         tiny(cache_dir, tmp_path / device, "--device", device, "--log-interval", 2, *EXACT, *settings)
     assert_same(tmp_path / "cuda", tmp_path / "cpu")
 
 
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_other_tasks_on_the_second_gpu(tmp_path, cache_dir):
     for name, task in TASKS.items():
         for device in ("cuda:1", "cpu"):
@@ -44,7 +44,7 @@ def test_other_tasks_on_the_second_gpu(tmp_path, cache_dir):
         assert_same(tmp_path / name / "cuda:1", tmp_path / name / "cpu")
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_many_steps(tmp_path, cache_dir):
     """Results of steps are looked at in groups, and sums are folded."""
     more = ["--num-train", 80, "--batch-size", 1, "--log-interval", 1000, *EXACT]
@@ -53,7 +53,7 @@ def test_many_steps(tmp_path, cache_dir):
     assert_same(tmp_path / "cuda", tmp_path / "cpu")
 
 
-@on_imagined_gpus(may_wait=True)
+@on_simulated_gpus(may_wait=True)
 def test_optimizers_that_make_the_host_wait(tmp_path, cache_dir):
     """One for sparse gradients, and some without fused kernels."""
     for name in ("Sparse", "OwnOptimizers"):
@@ -63,7 +63,7 @@ def test_optimizers_that_make_the_host_wait(tmp_path, cache_dir):
         assert_same(tmp_path / name / "cuda", tmp_path / name / "cpu")
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_precisions(tmp_path, cache_dir):
     more = ["--num-train", 101, "--log-interval", 5, "--save-every-steps", 5]
     tiny(cache_dir, tmp_path / "cpu", "--device", "cpu", *more)
@@ -75,13 +75,13 @@ def test_precisions(tmp_path, cache_dir):
 
 
 @pytest.mark.slow
-@on_imagined_gpus(capability=(7, 5))
+@on_simulated_gpus(capability=(7, 5))
 def test_an_older_gpu_computes_in_fp16(tmp_path, cache_dir):
     tiny(cache_dir, tmp_path, "--device", "auto")
     assert "float32 with fp16 autocast" in GPUS.printed()
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_step_that_is_not_finite_ends_training(tmp_path, cache_dir):
     for amp in ("off", "bf16"):
         run(cache_dir, *BAD_FIRST_EPOCH, "--num-train", 24, "--batch-size", 8, "--device", "cuda", "--amp", amp,
@@ -89,7 +89,7 @@ def test_a_step_that_is_not_finite_ends_training(tmp_path, cache_dir):
     assert GPUS.printed().count("training diverged: the loss is not finite in optimizer step 1 (epoch 1)") == 2
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_step_that_overflows_fp16_is_left_out(tmp_path, cache_dir):
     """One step of three, which halves the scale of the gradients."""
     state = tiny(cache_dir, tmp_path, *BAD_FIRST_EPOCH, "--device", "cuda", "--amp", "fp16")
@@ -97,7 +97,7 @@ def test_a_step_that_overflows_fp16_is_left_out(tmp_path, cache_dir):
     assert "Skipped" not in GPUS.printed()
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_resumed_run_goes_on_as_the_unbroken_one(tmp_path, cache_dir):
     settings = ["--device", "cuda", "--amp", "fp16", "--batch-size", 4, "--epochs", 2, "--deterministic",
                 "--ema-decay", 0.9, "--save-every-steps", 4, "--keep-checkpoints", 0]  # fmt: skip
@@ -108,7 +108,7 @@ def test_a_resumed_run_goes_on_as_the_unbroken_one(tmp_path, cache_dir):
     assert_same_bits(*(load(tmp_path / name / "last.pth") for name in ("unbroken", "resumed")))
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_evaluates_a_finished_run(tmp_path, cache_dir):
     for more in (["--device", "cuda"], ["--device", "cuda", "--eval-only"], ["--device", "cpu", "--eval-only"]):
         tiny(cache_dir, tmp_path, *EXACT, *more)

@@ -9,8 +9,8 @@ import torch
 
 from tests.conftest import ROOT, TINY, assert_same_bits
 from tests.gpu.runs import tiny
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
-from tests.helpers.imagined_gpu.ranks import run_ranks
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
+from tests.helpers.simulated_gpu.ranks import run_ranks
 from tests.helpers.weighted_task import Sequences, Weighted, WeightedFlags
 from trainer.commands import loaders
 from trainer.loading.order import SampleKeys
@@ -41,7 +41,7 @@ def told() -> list[str]:
     return [line.split("] ")[-1] for line in GPUS.printed().splitlines() if "Workers: " in line]
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_slow_data_get_workers_and_the_same_bits(tmp_path, cache_dir):
     """Those that are to spare beside the trainer; training and evaluations, of which the last one comes at the end."""
     loaders.num_cores = lambda: 3
@@ -56,14 +56,14 @@ def test_slow_data_get_workers_and_the_same_bits(tmp_path, cache_dir):
 
 
 @pytest.mark.slow
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_batches_that_would_fill_shared_memory_are_made_by_the_trainer(tmp_path, cache_dir):
     loaders.num_cores, loaders.shared_memory = lambda: 9, lambda: 16 * 200
     tiny(cache_dir, tmp_path / "run", *SLEEPY, *LONG)
     assert told()[1:] == [f"{HERE}two batches per worker would not fit into /dev/shm."]
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_quick_data_are_loaded_by_the_trainer(tmp_path, cache_dir):
     loaders.num_cores = lambda: 9
     tiny(cache_dir, tmp_path / "run", *LONG, "--delay-s", 0.02)
@@ -82,14 +82,14 @@ def test_quick_data_are_loaded_by_the_trainer(tmp_path, cache_dir):
         ),
     ],
 )
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_data_that_processes_must_not_have_copies_of_stay(holds, why, tmp_path, cache_dir):
     loaders.num_cores = lambda: 2
     tiny(cache_dir, tmp_path / "auto", *COUNTING, *LONG, "--holds", holds)
     assert told()[1:] == [HERE + why]
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_a_number_starts_workers_whatever_the_data_hold_but_none_by_a_fork_of_a_process_with_cuda(tmp_path, cache_dir):
     counting = [*COUNTING, *LONG, "--max-minutes", 9, "--num-workers", 2]
     first = tiny(cache_dir, tmp_path / "first", *counting)
@@ -101,7 +101,7 @@ def test_a_number_starts_workers_whatever_the_data_hold_but_none_by_a_fork_of_a_
     assert told()[3:] == [f"{HERE}this process already uses CUDA, so it cannot fork workers."]
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_batches_wait_in_pinned_memory_until_they_were_copied():
     """Which torch does not use again before; who changes it too early is noticed."""
     collate, data = Weighted(WeightedFlags(), 0, Path()).collate, [Sequences(40, 0, True)]
@@ -125,7 +125,7 @@ def test_batches_wait_in_pinned_memory_until_they_were_copied():
         loader.close()
 
 
-@on_imagined_gpus()
+@on_simulated_gpus()
 def test_what_is_sent_ahead_changes_nothing(tmp_path, cache_dir):
     """Neither steps nor evaluations, launched or recorded; a GPU that lacks memory for it gets the batch later."""
     found = []
@@ -143,7 +143,7 @@ def test_what_is_sent_ahead_changes_nothing(tmp_path, cache_dir):
 
 
 @pytest.mark.slow
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_each_rank_has_workers_of_its_own(tmp_path, cache_dir):
     loaders.num_cores = lambda: 4
     argv = [

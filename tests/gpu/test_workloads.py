@@ -1,4 +1,4 @@
-"""Each workload that comes with the trainer, on one imagined GPU, on the second one, and on three."""
+"""Each workload that comes with the trainer, on one simulated GPU, on the second one, and on three."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ import torch
 from tests.gpu.runs import EXACT, assert_same, run
 from tests.gpu.test_graphs import learns_the_same, told
 from tests.helpers import small_catalogue, small_seqrec, small_speech, small_table
-from tests.helpers.imagined_gpu import GPUS, on_imagined_gpus
+from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 from trainer.commands.build import build_task
 from trainer.commands.loaders import build_loaders
 from trainer.commands.parse import parse
@@ -77,12 +77,12 @@ def assert_learns_what_the_cpu_learns(name, tmp_path, cache_dir, forms):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in ("har", "tabular") else []) for name in WORKLOADS]
 )
-@on_imagined_gpus(3)
+@on_simulated_gpus(3)
 def test_workloads(name, tmp_path, cache_dir):
     assert_learns_what_the_cpu_learns(name, tmp_path, cache_dir, ["second", "three"])
 
 
-@on_imagined_gpus(1)
+@on_simulated_gpus(1)
 def test_what_is_padded_for_a_gpu_has_few_lengths(cache_dir):
     argv = ["--task", "seqrec", "--maxlen", "200", "--cache-dir", str(cache_dir / "lockstep")]
     flags, _ = parse(argv, several_devices=False)
@@ -97,7 +97,7 @@ def test_what_is_padded_for_a_gpu_has_few_lengths(cache_dir):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
-@on_imagined_gpus(2)
+@on_simulated_gpus(2)
 def test_variants(name, tmp_path, cache_dir):
     assert_learns_what_the_cpu_learns(name, tmp_path, cache_dir, ["one"])
 
@@ -106,7 +106,7 @@ def test_variants(name, tmp_path, cache_dir):
 @pytest.mark.parametrize("amp", ["bf16", "fp16", "off"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", WORKLOADS)
-@on_imagined_gpus(3)
+@on_simulated_gpus(3)
 def test_every_workload_in_every_precision_in_every_form(name, form, amp, tmp_path, cache_dir):
     devices, several = FORMS[form]
     argv = [*settings_of(name, tmp_path), *devices, "--amp", amp, "--log-interval", 2, "--save-dir", tmp_path / "run"]
@@ -116,7 +116,7 @@ def test_every_workload_in_every_precision_in_every_form(name, form, amp, tmp_pa
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "seqrec")) for name in RECORDED]
 )
-@on_imagined_gpus(1, may_wait=True)
+@on_simulated_gpus(1, may_wait=True)
 def test_recorded_workloads_learn_the_same_to_the_bit(name, tmp_path, cache_dir):
     """Speech of a new length waits for a constant, once."""
     domain = name.split()[0]
@@ -129,7 +129,7 @@ def test_recorded_workloads_learn_the_same_to_the_bit(name, tmp_path, cache_dir)
 
 
 @pytest.mark.parametrize("name", ["seqrec", "seqrec bce", "kgat", "speech", "speech strings"])
-@on_imagined_gpus(1)
+@on_simulated_gpus(1)
 def test_nobody_waits_for_batches_that_are_drawn_on_a_gpu(name, tmp_path, cache_dir):
     arguments = [*map(str, settings_of(name, tmp_path)), "--cache-dir", str(cache_dir / "lockstep")]
     flags, problems = parse(arguments, several_devices=False)

@@ -148,7 +148,7 @@ def _first(names: Collection[str]) -> str:
 def find_run(
     flags: Flags, files: Mapping[str, Path | None], shipped: Path | None, say: Callable[[str], None]
 ) -> TrainedRun:
-    """Returns the weights of the file or run that flags name.
+    """Returns the weights of the file or run that the flags name.
 
     If none is named, returns the task's pretrained weights; if there are none, the weights of the default folder's run.
     say: prints messages about damage. Raises UserError.

@@ -100,7 +100,7 @@ class _Recomputed(nn.Module):
     path: ClassVar[str] = ""
     """The block's name in the objective's `named_modules()`."""
     changing: ClassVar[set[tuple[str, str]] | None]
-    """(submodule path, name) of each buffer and attribute that the forward changes; None before trial forwards."""
+    """(submodule path, name) of each buffer and attribute that the forward changes; None before the trial."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -68,7 +68,7 @@ class JointLearner(Learner, Watch):
     """Learner for an objective with a joint loss."""
 
     _found: list[Rows] | None = None
-    """Outputs of each micro-batch while forwards run under `no_grad`; otherwise None."""
+    """Outputs of each micro-batch while forward passes run under `no_grad`; otherwise None."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

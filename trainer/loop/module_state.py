@@ -225,10 +225,10 @@ class Change(NamedTuple):
 
 @contextmanager
 def leaving_no_trace(module: nn.Module) -> Iterator[Callable[[], list[Change]]]:
-    """Context in which forwards work on copies of a module's buffers and attributes; restores the originals on exit.
+    """Context in which forward passes change copies of a module's buffers and attributes; restores these on exit.
 
-    Yields a function that returns all changes that forwards have made so far. Forwards change TorchScript buffers
-    directly; their values are restored on exit.
+    Yields a function that returns all changes that forward passes have made so far. They change TorchScript buffers
+    directly; the values are restored on exit.
     """
     scripted = _Scripted(module)
     state = WholeState(module)

@@ -287,11 +287,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class BatchSplit:
-    """Split of a global batch over devices and forwards.
+    """Split of a global batch over devices and forward passes.
 
-    batch_size: maximum samples per forward on a device. micro_batch_size: maximum samples per forward in a process,
-    which has several devices with DataParallel. grad_accum_steps: forwards per optimizer step. global_batch_size:
-    samples per optimizer step over all devices.
+    batch_size: maximum samples per forward pass on a device. micro_batch_size: maximum samples per forward pass in a
+    process, which has several devices with DataParallel. grad_accum_steps: forward passes per optimizer step.
+    global_batch_size: samples per optimizer step over all devices.
     """
 
     batch_size: int

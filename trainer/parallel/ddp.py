@@ -124,8 +124,8 @@ class Replicated(Distributed):
     gradients are always summed after the pass, because until then they may share memory with a gradient in use.
     With `--parts`, all gradients are summed after the last backward, in a binary tree.
 
-    sync_bn: whether batch norms compute statistics over the samples of all processes. finds_unused: whether forwards
-    may leave parameters unused; otherwise DistributedDataParallel waits for the gradients of all parameters.
+    sync_bn: whether batch norms compute statistics over the samples of all processes. finds_unused: whether a forward
+    pass may leave parameters unused; otherwise DistributedDataParallel waits for the gradients of all parameters.
     """
 
     name = "DistributedDataParallel"

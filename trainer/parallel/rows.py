@@ -128,7 +128,7 @@ END, FAILED = "nothing more", "an error"
 
 
 def require_equal_exchanges(where: str, group: Group, forward: Callable[[], object]) -> None:
-    """Raises UserError on all processes if their forwards run different collectives, which would abort the run.
+    """Raises UserError on all processes if their forward passes run different collectives, which would abort the run.
 
     where: the forward's name in messages. All processes must call this function. Ignores exceptions of the forward.
     """

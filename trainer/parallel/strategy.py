@@ -42,10 +42,10 @@ class Strategy:
     num_parts: 0, or the value of `--parts`: a power of two, divisible by the number of processes.
     gradient_divisor: number by which summed gradients are divided; the loss is multiplied by this number beforehand.
     overlaps: whether gradients are summed over processes during a step's last backward.
-    exchanges_in_forward: whether forwards run collectives, so that all processes must run the same number of forwards.
+    exchanges_in_forward: whether forward passes run collectives, so that all processes must run equally many.
     shard_size: number of consecutive ranks that share one copy of the parameters.
     has_full_state: whether this process holds the full state of a checkpoint, and can save after other processes fail.
-    draws_on_host: whether forwards use random generators of the host (Python, NumPy, or PyTorch with a model on a GPU).
+    draws_on_host: whether a forward pass uses the host's generators (Python, NumPy, or PyTorch with a model on a GPU).
     """
 
     gradient_divisor: int = 1

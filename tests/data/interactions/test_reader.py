@@ -277,7 +277,7 @@ def test_quotes_of_tabbed_lines_enclose_fields_or_are_plain_characters(load) -> 
 
 def test_quotes_that_join_whole_lines_are_refused_and_texts_of_several_lines_are_not(load) -> None:
     head = "user_id,title,item_id,timestamp\n"
-    with pytest.raises(UserError, match=r"lines 3 to 4: a quotation mark opens on the first .* double the"):
+    with pytest.raises(UserError, match=r"lines 3 to 4: a quoted value begins on the first .* double the"):
         load(f'{head}u1,plain,i1,1300000000\nu1,"Live,i2,1300000100\nu2,bar",i3,1300000200\n')
     text = load(f'{head}u1,"good,\n\nreally",i1,1300000000\nu1,x,i2,1300000100\n', "texts.csv")
     assert text.items.tolist() == [1, 2]

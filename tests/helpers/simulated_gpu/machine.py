@@ -1,4 +1,4 @@
-"""Imagined GPUs of a process: installs `torch.cuda`, and gives tests counters, limits and mistakes."""
+"""Simulated GPUs of a process: installs `torch.cuda`, and gives tests counters, limits and mistakes."""
 
 import ctypes
 import os
@@ -10,7 +10,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from tests.helpers.imagined_gpu import library, torch_cuda
+from tests.helpers.simulated_gpu import library, torch_cuda
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -24,7 +24,7 @@ class Wait(NamedTuple):
 
 
 class Gpus:
-    """All imagined GPUs of this process."""
+    """All simulated GPUs of this process."""
 
     def __init__(self) -> None:
         self.waits: list[Wait] = []
@@ -37,15 +37,15 @@ class Gpus:
         """Loads the library. Call before importing torch."""
         self._library = library.load(path)
         for name in ("ticket", "done", "used", "peak", "stream", "capture"):
-            getattr(self._library, f"imagined_{name}").restype = ctypes.c_int64
+            getattr(self._library, f"simulated_{name}").restype = ctypes.c_int64
         for name in ("wait", "wait_for_event", "begin", "end", "replay"):
-            getattr(self._library, f"imagined_{name}").restype = ctypes.c_char_p
+            getattr(self._library, f"simulated_{name}").restype = ctypes.c_char_p
 
     def start(self, output: TextIO, num_gpus: int, capability: tuple[int, int], may_wait: bool) -> None:
         """Installs the GPUs in torch, and starts to watch the training loop."""
         self._output, self._may_wait = output, may_wait
         self._told = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char, ctypes.c_char_p)(self._tell)
-        self._library.imagined_start(self._told)
+        self._library.simulated_start(self._told)
         torch_cuda.install(self._library, num_gpus, capability, self._wait_for)
         os.register_at_fork(before=self._note_fork)
         self._watch_steps()
@@ -63,11 +63,11 @@ class Gpus:
 
     def memory_in_use(self, device: int = 0) -> int:
         """Returns the number of bytes of the tensors on a GPU."""
-        return int(self._library.imagined_used(device))
+        return int(self._library.simulated_used(device))
 
     def limit_memory(self, num_bytes: int, device: int = 0) -> None:
         """Limits the bytes of the tensors on a GPU, which are unlimited by default."""
-        self._library.imagined_limit(device, ctypes.c_int64(num_bytes))
+        self._library.simulated_limit(device, ctypes.c_int64(num_bytes))
 
     @property
     def num_captures(self) -> int:
@@ -86,7 +86,7 @@ class Gpus:
             ("touched", "touched before it is known to have arrived"),
             ("changed", "changed before it is known to have been copied"),
         ):
-            number, copy = (getattr(self._library, f"imagined_{name}") for name in (f"num_{what}", what))
+            number, copy = (getattr(self._library, f"simulated_{name}") for name in (f"num_{what}", what))
             places = dict.fromkeys(self._copies[copy(i)] for i in range(number()))
             found += [f"{mistake}: what {place} copies" for place in places]
         found += [f"forked a process that uses CUDA, at {place}" for place in dict.fromkeys(self._forks)]
@@ -97,7 +97,7 @@ class Gpus:
 
     def forget_mistakes(self) -> None:
         """Clears the mistakes, for tests that make mistakes on purpose."""
-        self._library.imagined_forget_touched()
+        self._library.simulated_forget_touched()
         self._forks.clear()
         self.waits.clear()
 
@@ -113,7 +113,7 @@ class Gpus:
 
     def _wait_for(self, device: int, ticket: int = -1, what: str = "") -> None:
         """Waits for a GPU. what: operator to record as a wait; "" for a wait that is already over."""
-        torch_cuda.check(self._library.imagined_wait(device, ctypes.c_int64(ticket)))
+        torch_cuda.check(self._library.simulated_wait(device, ctypes.c_int64(ticket)))
         if what:
             self._tell(b"w", what.encode())
 
@@ -159,7 +159,7 @@ def _place() -> str:
         at: Any = frame()
         while at is not None:
             path = Path(at.f_code.co_filename)
-            if path.is_relative_to(ROOT) and "imagined_gpu" not in path.parts:
+            if path.is_relative_to(ROOT) and "simulated_gpu" not in path.parts:
                 return f"{path.relative_to(ROOT)}:{at.f_lineno}"
             at = at.f_back
     return "an unknown place"

@@ -14,19 +14,19 @@ SOURCE = Path(__file__).with_name("device.cpp")
 
 
 def why_not() -> str:
-    """Returns what this machine lacks for imagined GPUs, or "" if it lacks nothing."""
+    """Returns what this machine lacks for simulated GPUs, or "" if it lacks nothing."""
     import torch
 
     if torch.version.cuda or torch.version.hip:
-        return "imagined GPUs need a CPU build of torch"
-    return "" if shutil.which("g++") else "imagined GPUs need g++"
+        return "simulated GPUs need a CPU build of torch"
+    return "" if shutil.which("g++") else "simulated GPUs need g++"
 
 
 def compiled() -> Path:
     """Returns the library for this version of torch, in the folder for temporary files."""
     torch_folder = _torch_folder()
     made_of = hashlib.sha256(SOURCE.read_bytes() + f"{version('torch')} {torch_folder}".encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"imagined_gpu-{os.getuid()}"
+    folder = Path(tempfile.gettempdir()) / f"simulated_gpu-{os.getuid()}"
     library = folder / f"{made_of}.so"
     if not library.exists():
         folder.mkdir(mode=0o700, exist_ok=True)

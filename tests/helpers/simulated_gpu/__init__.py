@@ -1,6 +1,6 @@
 """Tests of GPU code on a machine without a GPU.
 
-    @on_imagined_gpus(2)
+    @on_simulated_gpus(2)
     def test_learns_on_the_second_gpu(tmp_path):
         assert main(["--task", "har", "--device", "cuda:1", ...], several_devices=False) == 0
 
@@ -44,7 +44,7 @@ Unlike on a real GPU, a replay fails if memory that it needs has been freed sinc
 is filled with NaN, 77 or True after each capture in the pool and before each replay of its graphs. Results that must
 outlive the next replay must therefore be copied.
 
-Imagined GPUs cannot show speed, NCCL, kernels that only a GPU has, or kernels that `--compile` generates for a GPU.
+Simulated GPUs cannot show speed, NCCL, kernels that only a GPU has, or kernels that `--compile` generates for a GPU.
 Outside captures, a GPU has a single stream, so a missing wait between streams goes unnoticed. The tests need g++ and a
 CPU build of torch, and are skipped without them. The first use compiles a library in about ten seconds.
 """
@@ -53,13 +53,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tests.helpers.imagined_gpu.machine import GPUS
-from tests.helpers.imagined_gpu.server import Settings, run_elsewhere
+from tests.helpers.simulated_gpu.machine import GPUS
+from tests.helpers.simulated_gpu.server import Settings, run_elsewhere
 
-__all__ = ["GPUS", "on_imagined_gpus"]
+__all__ = ["GPUS", "on_simulated_gpus"]
 
 
-def on_imagined_gpus(
+def on_simulated_gpus(
     num_gpus: int = 1, capability: tuple[int, int] = (9, 0), may_wait: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorates a test that runs with `num_gpus` GPUs. capability: 9.0 supports bf16, 7.5 does not."""

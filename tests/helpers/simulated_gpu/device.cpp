@@ -74,7 +74,7 @@ void account(DeviceIndex device, Pool* pool, int64_t change) {
   if (pool) more = std::max(pool->live + change, pool->graphs.empty() ? 0 : pool->kept) - pool->kept;
   TORCH_CHECK_WITH(
       OutOfMemoryError, more <= 0 || used[device] + more <= limits[device], "CUDA out of memory. Tried to allocate ",
-      change, " bytes on the imagined GPU ", int(device), ", which has ", limits[device] - used[device], " left");
+      change, " bytes on the simulated GPU ", int(device), ", which has ", limits[device] - used[device], " left");
   if (pool) pool->live += change, pool->kept += more;
   used[device] += more;
   peak[device] = std::max(peak[device].load(), used[device].load());
@@ -114,7 +114,7 @@ struct DeviceAllocator final : c10::Allocator {
 } device_allocator;
 
 Block* block_of(const Storage& storage) {
-  TORCH_INTERNAL_ASSERT(storage.data_ptr().get_deleter() == &free_block, "memory that no imagined GPU has given");
+  TORCH_INTERNAL_ASSERT(storage.data_ptr().get_deleter() == &free_block, "memory that no simulated GPU has given");
   return static_cast<Block*>(storage.data_ptr().get_context());
 }
 
@@ -1083,7 +1083,7 @@ std::map<int64_t, std::weak_ptr<Pool>> pools;
 
 extern "C" {
 
-void imagined_start(int (*callback)(char, const char*)) {
+void simulated_start(int (*callback)(char, const char*)) {
   tell = callback;
   for (auto& limit : limits) limit = std::numeric_limits<int64_t>::max() / 2;
   c10::SetAllocator(c10::kCUDA, &device_allocator);
@@ -1096,68 +1096,68 @@ void imagined_start(int (*callback)(char, const char*)) {
   sigaction(SIGSEGV, &action, &handler_before);
 }
 
-int imagined_device() { return current_device; }
-void imagined_set_device(int device) { current_device = device; }
-int64_t imagined_ticket() { return ++last_ticket; }
-const char* imagined_wait(int device, int64_t ticket) {
+int simulated_device() { return current_device; }
+void simulated_set_device(int device) { current_device = device; }
+int64_t simulated_ticket() { return ++last_ticket; }
+const char* simulated_wait(int device, int64_t ticket) {
   return failure_of([=] {
     check_may_wait(device);
     wait_for(device, ticket < 0 ? last_ticket.load() : ticket);
   });
 }
-int64_t imagined_stream(int device) { return current_streams[device]; }
-void imagined_set_stream(int device, int64_t stream) {
+int64_t simulated_stream(int device) { return current_streams[device]; }
+void simulated_set_stream(int device, int64_t stream) {
   current_device = device;
   current_streams[device] = stream;
 }
-int64_t imagined_capture(int device, int64_t stream) {
+int64_t simulated_capture(int device, int64_t stream) {
   auto* graph = capture_of(Stream(Stream::UNSAFE, Device(c10::kCUDA, device), stream));
   return graph ? graph->number : 0;
 }
-const char* imagined_wait_for_event(int64_t capture, int device, int64_t stream) {
+const char* simulated_wait_for_event(int64_t capture, int device, int64_t stream) {
   return failure_of([=] { wait_for_event(capture, Stream(Stream::UNSAFE, Device(c10::kCUDA, device), stream)); });
 }
-void imagined_set_generator(int device, c10::GeneratorImpl* generator) {
+void simulated_set_generator(int device, c10::GeneratorImpl* generator) {
   default_generators[device] = at::Generator(c10::intrusive_ptr<c10::GeneratorImpl>::reclaim_copy(generator));
 }
-const char* imagined_begin(int64_t pool, char mode, Graph** graph) {
+const char* simulated_begin(int64_t pool, char mode, Graph** graph) {
   return failure_of([=] {
     auto shared = pools[pool].lock();
     if (!shared) pools[pool] = shared = std::make_shared<Pool>();
     *graph = new Graph(mode, shared);
   });
 }
-const char* imagined_end(Graph* graph) {
+const char* simulated_end(Graph* graph) {
   return failure_of([=] { graph->end(); });
 }
-const char* imagined_replay(Graph* graph) {
+const char* simulated_replay(Graph* graph) {
   std::lock_guard<std::recursive_mutex> lock(graphs_lock);
   return failure_of([=] { graph->replay(); });
 }
-void imagined_delete(Graph* graph) {
+void simulated_delete(Graph* graph) {
   std::lock_guard<std::recursive_mutex> lock(graphs_lock);
   delete graph;
 }
-int64_t imagined_done(int device) { return done[device]; }
-int64_t imagined_used(int device) { return used[device]; }
-int64_t imagined_peak(int device) { return peak[device]; }
-void imagined_forget_peak(int device) { peak[device] = used[device].load(); }
-void imagined_limit(int device, int64_t bytes) { limits[device] = bytes; }
-void imagined_resize(c10::StorageImpl* storage, int64_t bytes) {
+int64_t simulated_done(int device) { return done[device]; }
+int64_t simulated_used(int device) { return used[device]; }
+int64_t simulated_peak(int device) { return peak[device]; }
+void simulated_forget_peak(int device) { peak[device] = used[device].load(); }
+void simulated_limit(int device, int64_t bytes) { limits[device] = bytes; }
+void simulated_resize(c10::StorageImpl* storage, int64_t bytes) {
   auto* block = static_cast<Block*>(storage->data_ptr().get_context());
   at::native::resize_bytes_cpu(block->host.unsafeGetStorageImpl(), bytes);
   follow_size(storage, block);
 }
 // Returns the number of copies so far whose source the host changed too early.
-int imagined_num_changed() {
+int simulated_num_changed() {
   for (DeviceIndex device = 0; device < MOST_GPUS; ++device) finish_uploads(device, last_ticket);
   return changed.size();
 }
-int imagined_changed(int i) { return changed[i]; }
-int imagined_num_touched() { return num_touched; }
-void imagined_forget_touched() {
+int simulated_changed(int i) { return changed[i]; }
+int simulated_num_touched() { return num_touched; }
+void simulated_forget_touched() {
   num_touched = 0;
   changed.clear();
 }
-int imagined_touched(int i) { return touched[i]; }
+int simulated_touched(int i) { return touched[i]; }
 }

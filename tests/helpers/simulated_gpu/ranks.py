@@ -1,4 +1,4 @@
-"""Starts several processes with imagined GPUs, which exchange tensors by gloo."""
+"""Starts several processes with simulated GPUs, which exchange tensors by gloo."""
 
 import os
 import signal
@@ -6,8 +6,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.helpers.imagined_gpu.machine import GPUS
-from tests.helpers.imagined_gpu.server import TIMEOUT_S
+from tests.helpers.simulated_gpu.machine import GPUS
+from tests.helpers.simulated_gpu.server import TIMEOUT_S
 from trainer.cli import main
 from trainer.parallel.environment import RankEnvironment
 

@@ -1,4 +1,4 @@
-"""Process in which torch has imagined GPUs. Arguments: file descriptor of a pipe to pytest, and path of the library."""
+"""Process in which torch has simulated GPUs. Arguments: descriptor of a pipe to pytest, path of the library."""
 
 import gc
 import importlib
@@ -8,8 +8,8 @@ from pathlib import Path
 
 from _pytest.config import get_config
 
-from tests.helpers.imagined_gpu.machine import GPUS
-from tests.helpers.imagined_gpu.server import serve
+from tests.helpers.simulated_gpu.machine import GPUS
+from tests.helpers.simulated_gpu.server import serve
 
 GPUS.load(Path(sys.argv[2]))
 get_config().parse(["--noconftest"])  # makes failed asserts in tests show their values

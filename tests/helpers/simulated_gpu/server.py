@@ -1,6 +1,6 @@
-"""Server process in which torch has imagined GPUs, and which forks for each test.
+"""Server process in which torch has simulated GPUs, and which forks for each test.
 
-pytest's own process cannot have imagined GPUs, because torch detects devices only once.
+pytest's own process cannot have simulated GPUs, because torch detects devices only once.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.helpers.imagined_gpu import library
-from tests.helpers.imagined_gpu.machine import GPUS
+from tests.helpers.simulated_gpu import library
+from tests.helpers.simulated_gpu.machine import GPUS
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 300
 
 
 class Settings(NamedTuple):
-    """Arguments of `on_imagined_gpus`."""
+    """Arguments of `on_simulated_gpus`."""
 
     num_gpus: int
     capability: tuple[int, int]

@@ -1,4 +1,4 @@
-"""Parts of `torch.cuda` that a CPU build of torch lacks, implemented for imagined GPUs."""
+"""Parts of `torch.cuda` that a CPU build of torch lacks, implemented for simulated GPUs."""
 
 import ctypes
 import time
@@ -20,16 +20,16 @@ class Event:
         self._device = -1
 
     def record(self, stream: Any = None) -> None:
-        self._device = _library.imagined_device() if stream is None else stream.device_index
-        on = _library.imagined_stream(self._device) if stream is None else stream.stream_id
-        self._capture = _library.imagined_capture(self._device, ctypes.c_int64(on))
-        self._ticket, self._time = _library.imagined_ticket(), time.perf_counter()
+        self._device = _library.simulated_device() if stream is None else stream.device_index
+        on = _library.simulated_stream(self._device) if stream is None else stream.stream_id
+        self._capture = _library.simulated_capture(self._device, ctypes.c_int64(on))
+        self._ticket, self._time = _library.simulated_ticket(), time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
         if self._device >= 0:
-            device = _library.imagined_device() if stream is None else stream.device_index
-            on = _library.imagined_stream(device) if stream is None else stream.stream_id
-            check(_library.imagined_wait_for_event(ctypes.c_int64(self._capture), device, ctypes.c_int64(on)))
+            device = _library.simulated_device() if stream is None else stream.device_index
+            on = _library.simulated_stream(device) if stream is None else stream.stream_id
+            check(_library.simulated_wait_for_event(ctypes.c_int64(self._capture), device, ctypes.c_int64(on)))
 
     def synchronize(self) -> None:
         if self._device < 0:
@@ -44,7 +44,7 @@ class Event:
     def elapsed_time(self, end: "Event") -> float:
         for event in (self, end):
             event._check_no_capture()
-            if event._ticket > _library.imagined_done(event._device):
+            if event._ticket > _library.simulated_done(event._device):
                 raise RuntimeError("CUDA error: device not ready")
         if self._device != end._device:
             raise RuntimeError("CUDA error: invalid resource handle")
@@ -79,10 +79,10 @@ class CUDAGraph:
         self._num_of_pool[self._pool] += 1
         self._allocating.add(self._pool)
         mode = ctypes.c_char(capture_error_mode[0].encode())
-        check(_library.imagined_begin(ctypes.c_int64(self._pool[1]), mode, ctypes.byref(self._graph)))
+        check(_library.simulated_begin(ctypes.c_int64(self._pool[1]), mode, ctypes.byref(self._graph)))
 
     def capture_end(self) -> None:
-        check(_library.imagined_end(self._graph))
+        check(_library.simulated_end(self._graph))
         end_allocating(-1, self._pool)
         self._captured = True
         CUDAGraph.num_captures += 1
@@ -91,10 +91,10 @@ class CUDAGraph:
         if not self._captured:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
         CUDAGraph.num_replays += 1
-        check(_library.imagined_replay(self._graph))
+        check(_library.simulated_replay(self._graph))
 
     def reset(self) -> None:
-        _library.imagined_delete(self._graph)
+        _library.simulated_delete(self._graph)
         if self._captured:
             self._num_of_pool[self._pool] -= 1
         self._graph, self._captured = ctypes.c_void_p(), False
@@ -164,17 +164,17 @@ def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wa
 
     def index(device: Any) -> int:
         device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
-        return int(library.imagined_device()) if device.index is None else int(device.index)
+        return int(library.simulated_device()) if device.index is None else int(device.index)
 
     properties = {
-        "name": "Imagined GPU", "major": capability[0], "minor": capability[1], "total_memory": MEMORY_BYTES,
+        "name": "Simulated GPU", "major": capability[0], "minor": capability[1], "total_memory": MEMORY_BYTES,
         "multi_processor_count": 1,
     }  # fmt: skip
 
     def exchange_device(device: int) -> int:
-        before = int(library.imagined_device())
+        before = int(library.simulated_device())
         if device >= 0:
-            library.imagined_set_device(device)
+            library.simulated_set_device(device)
         return before
 
     class Stream(torch.Stream):
@@ -200,16 +200,16 @@ def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wa
 
     def stream_of(device: Any, default: bool = False) -> Stream:
         device = index(device)
-        stream_id = 0 if default else library.imagined_stream(device)
+        stream_id = 0 if default else library.simulated_stream(device)
         return Stream(stream_id=stream_id, device_index=device, device_type=cuda_type)
 
     def set_stream(stream: Any) -> None:
         if stream is not None:
-            library.imagined_set_stream(stream.device_index, ctypes.c_int64(stream.stream_id))
+            library.simulated_set_stream(stream.device_index, ctypes.c_int64(stream.stream_id))
 
     generators = tuple(torch.Generator(torch.device("cuda", i)) for i in range(num_gpus))
     for i, generator in enumerate(generators):
-        library.imagined_set_generator(i, ctypes.c_void_p(generator._cdata))
+        library.simulated_set_generator(i, ctypes.c_void_p(generator._cdata))
     cuda_type = torch.Stream(torch.device("cuda", 0)).device_type
 
     cuda: Any = torch.cuda
@@ -219,25 +219,25 @@ def install(library: ctypes.CDLL, num_gpus: int, capability: tuple[int, int], wa
         "_lazy_init": initialise,
         "init": initialise,
         "device_count": lambda: num_gpus,
-        "current_device": lambda: int(library.imagined_device()),
+        "current_device": lambda: int(library.simulated_device()),
         "set_device": lambda device: exchange_device(index(device)),
         "_exchange_device": exchange_device,
         "_maybe_exchange_device": lambda device: exchange_device(device),  # dynamo needs a distinct function
         "get_device_name": lambda device=None: properties["name"],
         "get_device_capability": lambda device=None: capability,
-        "get_device_properties": lambda device=None: SimpleNamespace(**properties, uuid=f"imagined-{index(device)}"),
+        "get_device_properties": lambda device=None: SimpleNamespace(**properties, uuid=f"simulated-{index(device)}"),
         "is_bf16_supported": lambda including_emulation=True: capability >= (8, 0),
         "is_current_stream_capturing": lambda: bool(
-            library.imagined_capture(i := library.imagined_device(), ctypes.c_int64(library.imagined_stream(i)))
+            library.simulated_capture(i := library.simulated_device(), ctypes.c_int64(library.simulated_stream(i)))
         ),
         "CUDAGraph": CUDAGraph,
         "graph_pool_handle": graph_pool_handle,
         "can_device_access_peer": lambda device, peer: True,
-        "mem_get_info": lambda device=None: (MEMORY_BYTES - library.imagined_used(index(device)), MEMORY_BYTES),
-        "memory_allocated": lambda device=None: library.imagined_used(index(device)),
-        "memory_reserved": lambda device=None: library.imagined_used(index(device)),
-        "max_memory_allocated": lambda device=None: library.imagined_peak(index(device)),
-        "reset_peak_memory_stats": lambda device=None: library.imagined_forget_peak(index(device)),
+        "mem_get_info": lambda device=None: (MEMORY_BYTES - library.simulated_used(index(device)), MEMORY_BYTES),
+        "memory_allocated": lambda device=None: library.simulated_used(index(device)),
+        "memory_reserved": lambda device=None: library.simulated_used(index(device)),
+        "max_memory_allocated": lambda device=None: library.simulated_peak(index(device)),
+        "reset_peak_memory_stats": lambda device=None: library.simulated_forget_peak(index(device)),
         "empty_cache": empty_cache,
         "host_memory_stats": dict,
         "get_sync_debug_mode": lambda: sync_debug_mode,
@@ -281,7 +281,7 @@ def _install_resizing(torch: Any) -> None:
     def resize_(storage: Any, size: int) -> Any:
         if storage.device.type != "cuda":
             return resize_on_host(storage, size)
-        _library.imagined_resize(ctypes.c_void_p(storage._cdata), ctypes.c_int64(size))
+        _library.simulated_resize(ctypes.c_void_p(storage._cdata), ctypes.c_int64(size))
         return storage
 
     torch.UntypedStorage.resize_ = resize_
