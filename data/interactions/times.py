@@ -20,7 +20,7 @@ def parse_times(texts: Sequence[str]) -> np.ndarray | None:
     """Parses times to (n,) int64 if all are whole, else float64; returns None if one is invalid or formats differ.
 
     Dates become seconds since 1970, and are in UTC unless they have a time zone. For dates such as 31/05/2024, the
-    result is (n, 2) float64: seconds with the day first and with the month first, NaN for an impossible date.
+    result is (n, 2) float64: the seconds if the day comes first, and if the month does; NaN for an impossible date.
     """
     for read in (_whole_numbers, _numbers, _dates, _days_and_months):
         try:

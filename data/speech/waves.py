@@ -36,7 +36,7 @@ def chirp_z(values: Tensor, period: Tensor, sign: int, num_out: int) -> Tensor:
 
 
 def at_durations(audio: Tensor, length: np.ndarray, percent: np.ndarray, width: int, here: Here) -> Tensor:
-    """Resamples each row to a percentage of its duration, like `augmentation.at_duration`: (B, width)."""
+    """Resamples rows to percentages of their durations, like `augmentation.at_duration`; returns (B, width)."""
     if (percent == 100).all():
         return F.pad(audio, (0, width - audio.shape[1]))
     periods = np.array([100 * hundreds(each) for each in length.tolist()])

@@ -59,7 +59,7 @@ def gather(rows: Tensor) -> Gathered:
     if group.world_size == 1:
         return Gathered(rows, own)
     if rows.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("trainer.gather runs a collective, which a captured CUDA graph would not repeat")
+        raise RuntimeError("trainer.gather runs a collective, which the replay of a CUDA graph would not repeat")
     # A process without samples gets a placeholder batch: the first samples of the global batch.
     own = own if num_samples == 0 else own * group.world_size + group.rank
     return Gathered(_Gather.apply(rows, num_samples, group), own)
