@@ -127,7 +127,7 @@ class MemoryGuard:
     def make_room(self, phase: int, say: Callable[[str], None]) -> None:
         """Undoes a step that ran out of memory, and frees CUDA graphs.
 
-        Halves the micro-batches if there were no graphs. If a launcher must restart all processes, always halves them
+        Without graphs to free, halves the micro-batch size. If a launcher must restart all processes, always halves it
         and raises RestartNeeded. Raises UserError if a single sample does not fit.
         """
         self._learner.objective.zero_grad(set_to_none=True)
