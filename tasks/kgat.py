@@ -73,11 +73,11 @@ class KgatFlags(FlagGroup):
     encoding: str | None = flag(None, ENCODING, metavar="NAME", needs={"data_dir": None})
     on_bad: Literal["refuse", "drop"] = flag("refuse", ON_BAD)
     model: Literal["kgat", "kg-lightgcn", "lightgcn", "bprmf", "popularity", "itemknn", "ease"] = flag(
-        "kg-lightgcn", "model; kg-lightgcn: LightGCN that adds to each item the mean of its neighbours in the "
-        "knowledge graph; kgat: attention over the knowledge graph; lightgcn: no knowledge graph; bprmf: matrix "
-        "factorisation, whose embeddings initialise the published KGAT; popularity: most popular items; itemknn: items "
-        "that share users with the user's items; ease: linear model that predicts an item from the user's other items; "
-        "the last three are fitted in seconds, without training steps", common=True,
+        "kg-lightgcn", "model; kg-lightgcn: LightGCN that adds to each item's embedding the mean embedding of the "
+        "item's neighbours in the knowledge graph; kgat: attention over the knowledge graph; lightgcn: no knowledge "
+        "graph; bprmf: matrix factorisation; popularity: most popular items; itemknn: items that share users with the "
+        "user's items; ease: linear model that predicts an item from the user's other items; the last three are fitted "
+        "in seconds, without training steps", common=True,
     )  # fmt: skip
     embed_dim: int = flag(128, "width of user, item and entity embeddings", common=True, at_least=1, needs=_TRAINED)
     layer_dims: tuple[int, ...] = flag(
@@ -117,9 +117,9 @@ class KgatFlags(FlagGroup):
         "item)", common=True, needs=_TRAINED, absent="bpr",
     )  # fmt: skip
     l2: float | None = flag(
-        None, "factor of the L2 penalty; for each pair of a user and one of the user's items, the penalty is half the "
-        "sum of squares of both embeddings and, with --loss bpr, of the random other item's (default: depends on "
-        "--model and --loss)", at_least=0, needs=_TRAINED,
+        None, "factor of the L2 penalty; each pair of a user and one of the user's items adds half the sum of squares "
+        "of their embeddings; with --loss bpr, this sum includes the embedding of the random other item (default: "
+        "depends on --model and --loss)", at_least=0, needs=_TRAINED,
     )  # fmt: skip
     kg_l2: float = flag(
         1e-5, "kgat: factor of the L2 penalty on the embeddings of each knowledge-graph triple", at_least=0,

@@ -87,10 +87,10 @@ class SpeechFlags(FlagGroup):
         at_least=0, below=1,
     )  # fmt: skip
     val_speakers: tuple[str, ...] | None = flag(
-        None, "with --split speaker: speakers held out for validation", metavar="NAME", needs=_OF_SPEAKERS
+        None, "with --split speaker: names of the validation speakers", metavar="NAME", needs=_OF_SPEAKERS
     )
     test_speakers: tuple[str, ...] | None = flag(
-        None, "with --split speaker: speakers held out for testing", metavar="NAME", needs=_OF_SPEAKERS
+        None, "with --split speaker: names of the test speakers", metavar="NAME", needs=_OF_SPEAKERS
     )
     strings: str | None = flag(
         None, "train and score on utterances joined from FEWEST to MOST recordings of one speaker; for example, 3-7 "
@@ -108,8 +108,8 @@ class SpeechFlags(FlagGroup):
         None, "file of output symbols, one character or word per line (default: the symbols of the transcripts)"
     )
     batch_by: Literal["utterances", "seconds"] = flag(
-        "utterances", "what to keep nearly equal in all optimizer steps; utterances: their number; seconds: the total "
-        "duration of their audio",
+        "utterances", "how to divide utterances among optimizer steps; utterances: the same number in each step; "
+        "seconds: about the same duration of audio in each step",
     )  # fmt: skip
     num_mels: int | None = flag(
         None, "number of mel bands of the log-mel spectrogram (default: plmu 40, lmu 80)", at_least=1
@@ -142,7 +142,7 @@ class SpeechFlags(FlagGroup):
     )  # fmt: skip
     subsampling: int = flag(
         4,
-        "plmu: number of successive spectrogram frames merged into one input of the blocks",
+        "plmu: factor by which convolutions reduce the number of spectrogram frames before the first block",
         at_least=1,
         needs=_OF_PLMU,
     )
