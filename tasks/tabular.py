@@ -116,8 +116,8 @@ class TabularFlags(FlagGroup):
         "base: all weights; lora: low-rank adapters", common=True, needs=_OF_A_TABLE,
     )  # fmt: skip
     val_share: float = flag(
-        0.2, "with --tune: share of non-test rows held out to choose the epoch; the untuned weights are kept if "
-        "tuning does not help", above=0, below=1, needs=_OF_TUNING,
+        0.2, "with --tune: share of non-test rows held out to choose the best epoch; the untuned weights are kept "
+        "if tuning does not help", above=0, below=1, needs=_OF_TUNING,
     )  # fmt: skip
     num_episodes: int = flag(
         64, "with --tune: number of training problems per epoch, each made of random rows of the table", at_least=1,
@@ -137,8 +137,8 @@ class TabularFlags(FlagGroup):
         8, "number of predictions to average per row; each uses its own order of columns and classes", at_least=1
     )
     max_context: int = flag(
-        1024, "maximum number of rows that one prediction learns from; from a larger table each prediction samples "
-        "different rows", at_least=16,
+        1024, "maximum number of rows that one prediction learns from; if the table has more, each prediction learns "
+        "from its own random sample", at_least=16,
     )  # fmt: skip
     num_tables: int = flag(1600, "number of synthetic tables per epoch; every epoch has new tables", at_least=1)
     num_val_tables: int = flag(
@@ -149,8 +149,8 @@ class TabularFlags(FlagGroup):
     min_features: int = flag(2, "minimum number of columns in a synthetic table", at_least=1)
     max_features: int = flag(12, "maximum number of columns in a synthetic table", at_least=1)
     max_classes: int = flag(
-        10, "maximum number of classes in a synthetic table and in one model call; more classes take several calls",
-        at_least=2, at_most=10,
+        10, "maximum number of classes in a synthetic table and in one model call; a table with more classes "
+        "needs several calls", at_least=2, at_most=10,
     )  # fmt: skip
     prior_version: Literal["1", "2"] = flag(
         "1", "generator of synthetic tables; 1: layers of random networks or trees; 2: random graphs of mixed functions"

@@ -38,8 +38,8 @@ class TabularObjective(Objective):
         """Disables splitting evaluation batches into several model calls. Raises UserError for a user's table."""
         if self._answer is not None:
             raise UserError(
-                "--multi-gpu fsdp: processes may call the model different numbers of times for the table of "
-                "--data-dir, but fsdp needs the same number of calls in all processes; use --multi-gpu ddp"
+                "--multi-gpu fsdp: all processes must call the model equally often, but with --data-dir the number of "
+                "calls can differ; use --multi-gpu ddp"
             )
         self._cuts_evaluation = False
 

@@ -78,7 +78,7 @@ def test_what_is_neither_is_refused(flag, content, refused, tmp_path):
             {"epoch": 3, "state_dict": {"a": torch.ones(1)}},
             "; save its entry 'state_dict' as",
         ),
-        ("x.safetensors", None, ": torch cannot load it; load it with safetensors, and"),
+        ("x.safetensors", None, ": torch cannot load it; convert it with safetensors and torch.save"),
     ],
 )
 def test_weights_of_other_trainers_are_refused_with_what_to_do(name, content, told, run_here, tmp_path):

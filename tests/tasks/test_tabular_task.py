@@ -298,7 +298,7 @@ def test_models_that_cannot_be_tuned(args, part, refused, table, tmp_path):
 
 def test_a_model_in_parts_takes_no_table(table, make_task):
     task = make_task("--task", "tabular", "--data-dir", str(table), "--label", "kind", "--tune", "lora")
-    with pytest.raises(UserError, match="times for the table of --data-dir"):
+    with pytest.raises(UserError, match="with --data-dir the number of calls can differ"):
         task.build_objective().call_equally()
 
 

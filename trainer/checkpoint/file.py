@@ -99,7 +99,7 @@ def _load(path: Path, label: str, verified: bool) -> Any:
             _refuse_more_than_its_file(state, path.stat().st_size)
         except Exception as error:  # arbitrary bytes can raise anything in a reader
             if path.suffix == ".safetensors":
-                raise UserError(f"{label}: torch cannot load it; load it with safetensors, and torch.save it") from None
+                raise UserError(f"{label}: torch cannot load it; convert it with safetensors and torch.save") from None
             raise UserError(f"{label}: {_refusal_of(error)}") from None
     return state
 
@@ -146,7 +146,7 @@ def _refuse_more_than_its_file(state: Any, num_bytes: int) -> None:
             num_beyond -= 0 if id(value) in seen else len(value)
             seen.add(id(value))
         if num_parts < 0 or num_beyond < 0:
-            raise ValueError("it needs far more memory than its size implies, perhaps because a tensor repeats a value")
+            raise ValueError("it needs far more memory than its size implies, perhaps because a tensor is expanded")
 
 
 def _dense_parts(value: Tensor) -> list[Tensor]:
