@@ -53,7 +53,7 @@ class RunFlags(FlagGroup):
         None, "passes over the training data (default: 20)", common=True, excludes=("max_steps",), at_least=1
     )
     max_steps: int | None = flag(
-        None, "stop after STEPS optimizer steps, even within an epoch; replaces --epochs", at_least=1
+        None, "stop after STEPS optimizer steps instead of after --epochs, even within an epoch", at_least=1
     )
     max_minutes: float = flag(
         0.0, "save and exit after MINUTES of training; earlier sessions count too; 0: no limit", common=True, at_least=0
@@ -63,7 +63,7 @@ class RunFlags(FlagGroup):
         excludes=("eval_every_steps",), at_least=1,
     )  # fmt: skip
     eval_every_steps: int | None = flag(
-        None, "validate every STEPS optimizer steps; replaces --eval-every", metavar="STEPS", at_least=1
+        None, "validate every STEPS optimizer steps, instead of --eval-every", metavar="STEPS", at_least=1
     )
     eval_start: bool = flag(
         False, "also validate the initial weights; they are saved as best if training does not improve on them"
@@ -81,12 +81,12 @@ class RunFlags(FlagGroup):
         "if the data sets take at most a quarter of its free memory", local=True,
     )  # fmt: skip
     cache_dir: Path = flag(
-        DEFAULT_CACHE, "folder that caches parsed data sets for all ranks and runs; a data file counts as changed if "
-        "its path, size or modification time differs", local=True,
+        DEFAULT_CACHE, "folder in which parsed data sets are cached for all ranks and runs; a data file counts as "
+        "changed if its path, size or modification time differs", local=True,
     )  # fmt: skip
     log_interval: int = flag(50, "log every STEPS optimizer steps", metavar="STEPS", at_least=1)
     logger: tuple[str, ...] | None = flag(
-        None, "also log to wandb, mlflow or your own path/to/file.py:ClassName; accepts several loggers",
+        None, "also log to wandb, mlflow or your own path/to/file.py:ClassName; several loggers may be given",
         metavar="LOGGER", local=True, from_record="refused",
     )  # fmt: skip
     no_baselines: bool = flag(False, "do not score the task's simple baseline models")
@@ -123,8 +123,8 @@ class BatchFlags(FlagGroup):
     """Batches and learning"""
 
     batch_size: int = flag(
-        32, "samples per device and forward pass; halved if GPU memory runs out, with an unchanged global batch",
-        metavar="SIZE", common=True, at_least=1, at_most=MOST_SAMPLES,
+        32, "samples per device and forward pass; halved if GPU memory runs out, while the global batch stays the "
+        "same", metavar="SIZE", common=True, at_least=1, at_most=MOST_SAMPLES,
     )  # fmt: skip
     grad_accum_steps: int = flag(
         1, "forward/backward passes accumulated per optimizer step", at_least=1, at_most=MOST_SAMPLES
@@ -179,7 +179,7 @@ class LearningFlags(FlagGroup):
     )  # fmt: skip
     warmup_steps: int | None = flag(None, "optimizer steps of linear warm-up, instead of --warmup-epochs", at_least=0)
     scale_lr: Literal["none", "linear", "sqrt"] = flag(
-        "none", "scale --lr; linear: by the ratio of the global batch to one device's batch; sqrt: by its square root"
+        "none", "scale --lr; linear: by global batch / one device's batch; sqrt: by the square root of this ratio"
     )
     weight_decay: float = flag(
         0.01, "weight decay; not applied to norm layers and biases; adamw and muon: decoupled; adam and sgd: added to "
@@ -233,7 +233,7 @@ class PrecisionFlags(FlagGroup):
     no_amp: bool = flag(False, "the same as --amp off", hidden=True, excludes=("amp",))
     dtype: Literal["float32", "float64"] = flag("float32", "data type of the parameters")
     deterministic: bool = flag(
-        False, "use only deterministic algorithms on GPUs; slower; operators without such an algorithm raise an error"
+        False, "on GPUs, use only deterministic algorithms, which are slower; operators that have none raise an error"
     )
 
     def __post_init__(self) -> None:
@@ -251,15 +251,15 @@ class BlockFlags(FlagGroup):
     """Devices, precision and speed"""
 
     compile: bool = flag(
-        False, "compile each block of the model with torch.compile; speeds up GPU steps; compiling may take minutes",
-        common=True,
+        False, "compile each block of the model with torch.compile; steps on a GPU become faster, but compiling "
+        "may take minutes", common=True,
     )  # fmt: skip
     cuda_graphs: Literal["auto", "on", "off"] = flag(
-        "off", "run training steps as CUDA graphs; speeds up small models, with bit-identical results; auto: only if "
-        "measured to be faster", common=True, local=True,
+        "off", "run training steps as CUDA graphs; small models train faster, with bit-identical results; auto: only "
+        "if measured to be faster", common=True, local=True,
     )  # fmt: skip
     grad_checkpointing: bool = flag(
-        False, "recompute block activations in the backward pass; saves memory, slows steps; results are bit-identical"
+        False, "trade speed for memory: recompute block activations in the backward pass; results are bit-identical"
     )
 
 
@@ -269,8 +269,8 @@ class DeviceFlags(FlagGroup):
 
     device: str = flag("auto", "device to use: cpu, cuda, cuda:N or auto; auto: a GPU if one is available", common=True)
     num_threads: int | None = flag(
-        None, "CPU threads per process; OMP_NUM_THREADS changes the default (default: all cores divided among this "
-        "machine's ranks; 1 with a GPU)", local=True, at_least=1, at_most=MOST_THREADS,
+        None, "CPU threads per process (default: OMP_NUM_THREADS if you set it, else 1 with a GPU or --parts, else all "
+        "cores divided among this machine's ranks)", local=True, at_least=1, at_most=MOST_THREADS,
     )  # fmt: skip
 
     def problems(self) -> list[str]:
@@ -305,21 +305,21 @@ class CheckpointFlags(FlagGroup):
         from_record="refused", excludes=("init_from", "init_from_partial"),
     )  # fmt: skip
     init_from: Path | None = flag(
-        None, "initialise the weights from this file; accepts a state dict or a checkpoint; uses only the weights of a "
-        "checkpoint", metavar="CHECKPOINT", common=True, from_record="refused", excludes=("init_from_partial",),
+        None, "initialise the weights from this file; it may be a state dict or a checkpoint; nothing else "
+        "in it is used", metavar="CHECKPOINT", common=True, from_record="refused", excludes=("init_from_partial",),
     )  # fmt: skip
     init_from_partial: Path | None = flag(
-        None, "load only the weights whose names and shapes match the model's; prints their names",
-        metavar="CHECKPOINT", from_record="refused",
+        None, "load only the weights in this file whose names and shapes match the model's, and print which "
+        "weights were loaded and which were not", metavar="CHECKPOINT", from_record="refused",
     )  # fmt: skip
     fresh: bool = flag(
-        False, "start a new run instead of resuming; moves the existing run to a subfolder previous-N of --save-dir",
-        common=True, from_record="ignored", excludes=("resume_from",),
+        False, "start a new run instead of resuming; first move any existing run to a subfolder previous-N of "
+        "--save-dir", common=True, from_record="ignored", excludes=("resume_from",),
     )  # fmt: skip
     eval_only: bool = flag(
-        False, "do not train: score the best weights of --save-dir; uses the validation and test sets; --resume-from "
-        "selects other weights", common=True, from_record="ignored", excludes=("fresh", "init_from_partial"),
-        displaces=("resume_from", "init_from"),
+        False, "do not train: score the best weights of --save-dir; the scores are computed on the validation and test "
+        "sets; --resume-from selects other weights", common=True, from_record="ignored",
+        excludes=("fresh", "init_from_partial"), displaces=("resume_from", "init_from"),
     )  # fmt: skip
 
     def problems(self) -> list[str]:
@@ -336,9 +336,9 @@ class SeveralFlags(FlagGroup):
 
     recorded: ClassVar = False
     seeds: int = flag(
-        1, "train N runs with consecutive seeds; the first seed is --seed; reports mean, standard deviation and "
-        "ensemble scores; each GPU trains one run at a time; on the CPU, each core trains one run, with one thread "
-        "unless --num-threads is given", metavar="N", common=True, at_least=1,
+        1, "train N runs with consecutive seeds; the first seed is --seed; report the mean and standard deviation of "
+        "the scores, and the ensemble's scores; each GPU trains one run at a time; on the CPU, each run takes one "
+        "core, or --num-threads cores, and as many runs as fit train at once", metavar="N", common=True, at_least=1,
     )  # fmt: skip
     folds: int = flag(
         0, "train K runs for K-fold cross-validation; each run is scored on the fold of the training data that it "
@@ -364,8 +364,8 @@ class PredictFlags(FlagGroup):
 
     recorded: ClassVar = False
     predict: Path | None = flag(
-        None, "do not train: predict the samples in this file; uses the flags and best weights of the run in "
-        "--save-dir; --resume-from selects other weights", metavar="FILE", common=True, from_record="refused",
+        None, "do not train: predict the samples in this file; the run in --save-dir provides the flags and the best "
+        "weights; --resume-from selects other weights", metavar="FILE", common=True, from_record="refused",
         excludes=(*NOT_WITH_A_USE, "export"), displaces=("resume_from",),
     )  # fmt: skip
     sample: Path | None = flag(
@@ -399,8 +399,8 @@ class ExportFlags(FlagGroup):
 
     recorded: ClassVar = False
     export: Path | None = flag(
-        None, "do not train: export the model to this .pt2 file; uses torch.export and the best weights of --save-dir, "
-        "or the weights of --resume-from; the file runs without this trainer", metavar="FILE", common=True,
+        None, "do not train: export the model to this .pt2 file; torch.export writes a program that runs without this "
+        "trainer; it has the best weights of --save-dir, or the weights of --resume-from", metavar="FILE", common=True,
         from_record="refused", excludes=NOT_WITH_A_USE, displaces=("resume_from",),
     )  # fmt: skip
 

@@ -65,7 +65,7 @@ def find_class(value: str, flag: str, base: type, comes_first: bool) -> type[Any
     path, class_name = split_name(value, flag)
     found = getattr(_import_file(path, f"{flag} {value}", comes_first), class_name, None)
     if found is None:
-        raise UserError(f"{flag} {value}: {path} defines no {class_name}; name a class of this file")
+        raise UserError(f"{flag} {value}: {path} defines no {class_name}; name a class that the file defines")
     if not (isinstance(found, type) and issubclass(found, base)):
         raise UserError(f"{flag} {value}: {class_name} must be a subclass of trainer.{base.__name__}")
     return found
