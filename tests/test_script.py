@@ -357,15 +357,15 @@ def loader(**settings):
 REFUSED = {
     "a mean": (
         {"loss": lambda model, batch: nll(model, batch).mean()},
-        "fit: the loss returned shape () for 'loss', but must return one number for each of the 2 samples",
+        "fit: the loss returned a tensor of shape () for 'loss', but must return one number for each of the 2 samples",
     ),
     "rows of several terms": (
         {"loss": lambda model, batch: nll(model, batch)[:, None].expand(-1, 3)},
-        "fit: the loss returned shape (2, 3) for 'loss'",
+        "fit: the loss returned a tensor of shape (2, 3) for 'loss'",
     ),
     "a metric that is a mean": (
         {"loss": lambda model, batch: {"loss": nll(model, batch), "accuracy": torch.tensor(1.0)}},
-        "fit: the loss returned shape () for 'accuracy'",
+        "fit: the loss returned a tensor of shape () for 'accuracy'",
     ),
     "a number": ({"loss": lambda model, batch: {"loss": nll(model, batch), "n": 3}}, "returned a int for 'n'"),
     "no loss": ({"loss": lambda model, batch: {"nll": nll(model, batch)}}, "in train mode returns nll, but must"),

@@ -115,11 +115,11 @@ class Rows(Objective):
         """Sums a loss or metric over samples. Raises UserError unless `row` is a tensor with one number per sample."""
         if isinstance(row, Tensor) and row.shape == (num_samples,):
             return row.sum(dtype=torch.promote_types(row.dtype, torch.float32) if row.is_floating_point() else None)
-        what = f"shape {tuple(row.shape)}" if isinstance(row, Tensor) else f"a {type(row).__name__}"
+        what = f"a tensor of shape {tuple(row.shape)}" if isinstance(row, Tensor) else f"a {type(row).__name__}"
         raise UserError(
             f"fit: the loss returned {what} for {name!r}, but must return one number for each of the {num_samples} "
-            "samples of the batch; use reduction='none'; if a sample has several terms, return their mean, or return "
-            "their sum and add the number of terms to the data as 'weight'"
+            "samples of the batch; use reduction='none', and if a sample has several terms, return their mean, or "
+            "return their sum and add the number of terms to the data as 'weight'"
         )
 
 

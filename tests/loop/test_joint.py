@@ -86,7 +86,7 @@ REFUSED = {
     "uneven": (
         Case("GathersItself", 6),
         (),
-        "runs the collective allgather of (2, 6), (2, 6), (2, 6) on rank 0 but allgather of (1, 6), (1, 6), (1, 6) on ",
+        "rank 0 runs the collective allgather of (2, 6), (2, 6), (2, 6), but rank 1 runs the collective allgather of",
     ),
     "twice": (Case("Gathers", 3), (), "trainer.gather: gathers the rows of one forward pass, but this step has 2"),
 }

@@ -250,7 +250,7 @@ def test_mistakes_of_the_caller_are_named():
         quick(Named(3, 2), loader("tensor")).profile_backward_pass()
     with pytest.raises(TypeError, match=r"\(inputs, targets\), not a dict"):
         quick(Sums(), loader("mapping"), loss=F.cross_entropy).profile_backward_pass()
-    with pytest.raises(TypeError, match=r"needs batches of \(inputs, targets\)"):
+    with pytest.raises(TypeError, match=r"a batch must be \(inputs, targets\), not a Tensor"):
         quick(nn.Linear(3, 2), loader("tensor"), loss=F.cross_entropy).profile_backward_pass()
     with pytest.raises(ValueError, match="at least 1"):
         quick(nn.Linear(3, 2), loader("tensor")).benchmark_batch_sizes([0])

@@ -163,8 +163,8 @@ def _passed_through(blocks: Sequence[Any], values: Any) -> Any:
     replaced = _replaced(values, passed)
     if replaced is None:
         raise UserError(
-            f"--multi-gpu fsdp: a forward pass skipped a {type(blocks[0]).__name__} of Task.blocks, which is possible "
-            "only if the next block gets a floating-point tensor; leave both out of Task.blocks, or use --multi-gpu ddp"
+            f"--multi-gpu fsdp: a forward pass skipped a {type(blocks[0]).__name__} of Task.blocks, and the next block "
+            "gets no floating-point tensor; leave both blocks out of Task.blocks, or use --multi-gpu ddp"
         )
     return replaced
 

@@ -277,7 +277,7 @@ def _refuse_other_entries(
         names = [state[number].keys() for number in group["params"] if number in state]
         if any(its != names[0] for its in names):
             raise UserError(
-                f"optimizers.{phase} of the checkpoint has different kinds of moments in one parameter group; {advice}"
+                f"optimizers.{phase} of the checkpoint has different entries for parameters of the same group; {advice}"
             )
     for number, kept in state.items():
         for name in OF_A_PARAMETER & kept.keys() if type(number) is int else ():

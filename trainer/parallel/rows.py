@@ -124,7 +124,7 @@ def kinds_of(rows: Mapping[str, Tensor]) -> dict[str, str]:
 # --- collectives within a forward --------------------------------------------------------------------------------
 
 NAMESPACES = ("c10d", "_c10d_functional")
-END, FAILED = "nothing more", "an error"
+END, FAILED = "no further collective", "an error"
 
 
 def require_equal_exchanges(where: str, group: Group, forward: Callable[[], object]) -> None:
@@ -146,9 +146,9 @@ def require_equal_exchanges(where: str, group: Group, forward: Callable[[], obje
         return
     rank = next(rank for rank, own in enumerate(told) if own != told[0])
     raise UserError(
-        f"{where}: runs the collective {told[0]} on rank 0 but {told[rank]} on rank {rank} if the ranks have "
-        "different numbers of samples, so the run would abort; use trainer.gather, or give every rank equally many "
-        "samples with --drop-last and a --global-batch-size that is a multiple of the number of processes"
+        f"{where}: if the ranks have different numbers of samples, rank 0 runs {told[0]}, but rank {rank} runs "
+        f"{told[rank]}, so the run aborts; use trainer.gather, or give all ranks the same number of samples: set "
+        "--drop-last, and --global-batch-size to a multiple of the number of processes"
     )
 
 
@@ -175,5 +175,5 @@ class _Compared(TorchDispatchMode):
         if function.namespace in NAMESPACES:
             leaves, _ = tree_flatten((args, kwargs))
             shapes = [str(tuple(leaf.shape)) for leaf in leaves if isinstance(leaf, Tensor)]
-            self.tell(f"{function.__name__.partition('.')[0].strip('_')} of {', '.join(shapes)}")
+            self.tell(f"the collective {function.__name__.partition('.')[0].strip('_')} of {', '.join(shapes)}")
         return function(*args, **(kwargs or {}))

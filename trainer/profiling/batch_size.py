@@ -84,7 +84,7 @@ def profile_batch_sizes(flags: Flags, argv: Sequence[str], strategy: Strategy) -
     fitting = [row for row in rows if row["fits"]]
     fastest = max(fitting, key=lambda row: row["samples_per_second"])["batch_size"] if fitting else None
     if largest is None:
-        print(f"Not even a batch of {smallest} samples fits into memory; lower --min-batch-size.")
+        print(f"Not even a batch size of {smallest} fits into memory{'; lower --min-batch-size' * (smallest > 1)}.")
     else:
         bound = "all training samples" if largest == available else "the largest tried"
         why = "the largest that fits" if is_limit else f"{bound}; all fit"

@@ -284,7 +284,7 @@ def _training_loss(model: nn.Module, batch: Any, loss: LossFunction | None) -> T
         raise ValueError(f"the {type(model).__name__} has no parameter to train, so there is no backward pass")
     if loss is not None:
         if not isinstance(batch, list | tuple) or len(batch) < 2:
-            raise TypeError(f"a loss function needs batches of (inputs, targets), not a {type(batch).__name__}")
+            raise TypeError(f"with a loss function, a batch must be (inputs, targets), not a {type(batch).__name__}")
         return loss(_call(model, batch), batch[-1]).sum()
     output = _call(model, batch)
     found = output.get("loss") if isinstance(output, Mapping) else output
