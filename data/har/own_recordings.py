@@ -216,9 +216,9 @@ def _refuse_other_rates(people: Mapping[str, float], cut: Cut, where: str) -> No
     if others:
         told = "; ".join(f"{shown(in_order(names))}: {rate} rows per second" for rate, names in others.items())
         raise UserError(
-            f"{where}: the clock ({', '.join(cut.moments)}) shows different rates for some people ({told}; all other "
-            f"people: {usual_hz:.4g}), but all windows must have the same duration; resample to one rate, remove these "
-            "people, or remove the clock column if it is wrong"
+            f"{where}: according to the clock ({', '.join(cut.moments)}), people were recorded at different rates "
+            f"({told}; all others: {usual_hz:.4g}), but all windows must have the same duration; resample to one rate, "
+            "remove the people named here, or remove the clock column if it is wrong"
         )
 
 
@@ -406,7 +406,7 @@ def _read(file: DataFile, wanted: OwnFormat, columns: _Columns, left_out: LeftOu
     if "" in rows.subjects:
         place = rows.subjects.index("") + 1
         raise UserError(
-            f"{file.where}: row {place} below the column names has no subject; fix it, or add --on-bad drop"
+            f"{file.where}: data row {place} has no subject; fill it in, or leave the row out with --on-bad drop"
         )
     return rows
 
@@ -415,11 +415,11 @@ def _refuse_names(subjects: Sequence[str], classes: Sequence[str], where: str) -
     """Raises UserError for names that flags or tables cannot contain, and for fewer than two classes."""
     for name in subjects:
         if name.startswith("-") or "," in name:
-            raise UserError(f"{where}: subject {name!r}: must not begin with '-' or contain commas; rename the subject")
+            raise UserError(f"{where}: the subject {name!r} begins with '-' or contains a comma; rename the subject")
     for name in classes:
         if name in _OF_TABLE:
             raise UserError(
-                f"{where}: label {name!r}: is also a column name of the output of --predict; rename the label"
+                f"{where}: the label {name!r} is also a column of the table that --predict writes; rename the label"
             )
     if len(classes) < 2:
         raise UserError(

@@ -100,9 +100,7 @@ class Rows:
         is_kept = np.isfinite(self.signals).all(axis=1)
         if needs_subject and "" in self.subjects:
             is_kept &= np.array(self.subjects, dtype=str) != ""
-            first = (
-                first or f"row {self.places[self.subjects.index('')] + 1} below the column names, which has no subject"
-            )
+            first = first or f"data row {self.places[self.subjects.index('')] + 1}, which has no subject"
         left_out.count(_BAD_ROWS, first, int((~is_kept).sum()))
         left_out.count("values that were not numbers", first, num_filled, "Interpolated")
         kept, places = np.flatnonzero(is_kept).tolist(), self.places[is_kept]

@@ -149,8 +149,8 @@ def _refuse_time_of_day(names: Sequence[str], second: Sequence[str], time: int, 
     if dates and time not in dates:
         raise UserError(
             f"{where}: the column {names[time]} begins with {second[time]!r}, which is neither a date nor seconds "
-            f"since 1970, but the column {names[dates[0]]} has dates; choose one with --time-column, or join date "
-            "and time of day in one column"
+            f"since 1970, but the column {names[dates[0]]} has dates; choose one with --time-column, or join the "
+            "date and the time of day in one column"
         )
 
 
@@ -186,15 +186,15 @@ def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice,
     if others and len(times) != 1:
         which = "several columns begin" if times else "no column after the item begins"
         raise UserError(
-            f"{where}: {' '.join(first)[:80]!r}: has no column names, and {which} with a date or seconds since 1970; "
-            f"give the time column's number, counted from 1, with --time-column, or use --time-column {NO_TIMES} if "
-            "there are no times"
+            f"{where}: {' '.join(first)[:80]!r} does not name the columns, and {which} with a date or seconds "
+            "since 1970; give the time column's number, counted from 1, with --time-column, or use "
+            f"--time-column {NO_TIMES} if there are no times"
         )
     found["time"] = times[0] if times else None
     if times and any(is_time_of_day(first[column]) for column in others):
         raise UserError(
-            f"{where}: {' '.join(first)[:80]!r}: has date and time of day in separate columns; join them, as in "
-            "2024-05-31T18:30:00, or choose only the date column with --time-column"
+            f"{where}: {' '.join(first)[:80]!r} has the date and the time of day in separate columns; join them, "
+            "as in 2024-05-31T18:30:00, or choose only the date column with --time-column"
         )
     return found
 

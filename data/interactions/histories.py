@@ -51,7 +51,10 @@ class Histories:
         numbers = np.array([number_of.get(name, 0) for name in table.item_ids])
         kept = np.flatnonzero(numbers[table.items])
         if not len(kept):
-            raise UserError(f"{where}: contains none of the items of the training data, such as {shown(item_ids[:3])}")
+            raise UserError(
+                f"{where}: the run was not trained on any item of this file; write item ids as in the training data, "
+                f"such as {shown(item_ids[:3])}"
+            )
         if len(kept) < len(table.items):
             unknown = [name for name, number in zip(table.item_ids, numbers, strict=True) if not number]
             self.remarks.append(
@@ -62,7 +65,10 @@ class Histories:
         if len(users) < len(table.user_ids):
             missing = np.delete(np.arange(len(table.user_ids)), users)
             names = shown(table.user_ids[user] for user in missing)
-            self.remarks.append(f"Warning: users without items known from training get no recommendations: {names}.")
+            self.remarks.append(
+                "Warning: these users get no recommendations, because the run was not trained on any of their items: "
+                f"{names}."
+            )
         times = None if table.times is None else table.times[kept]
         order = in_time_order(table.users[kept], times, None)
         return Interactions(

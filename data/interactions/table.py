@@ -100,9 +100,9 @@ def _fields_in_quotes(text: Iterable[str], delimiter: str, where: str) -> Iterat
         lines = [line for line in recent if not line.isspace()]
         if len(lines) > 1 and all(line.count(delimiter) == len(fields) - 1 for line in lines):
             raise UserError(
-                f"{where}, lines {number - len(recent) + 1} to {number}: a quoted value begins on the first of these "
-                "lines and ends on the last, so they count as one interaction, although each has all columns; remove "
-                "or double the quotation marks"
+                f"{where}, lines {number - len(recent) + 1} to {number}: each line has all columns, but a quoted value "
+                "that begins on the first line and ends on the last joins them into one interaction; remove the "
+                "quotation marks, or double them"
             )
         recent.clear()
         if len(fields) > 1 or fields[0].strip():

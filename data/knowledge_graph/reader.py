@@ -249,8 +249,8 @@ def _read_relation_names(files: DataFiles) -> tuple[str, ...]:
         *name, number = line.decode(errors="replace").split()
         if not number.isdecimal() or int(number) >= len(lines) or int(number) in names:
             raise UserError(
-                f"{file.where}: {line.decode(errors='replace')!r}: must have a name and an id, and each id from 0 to "
-                f"{len(lines) - 1} must occur once; fix the file, or remove it"
+                f"{file.where}: {line.decode(errors='replace')!r}: each line must have a name and an id, and each id "
+                f"from 0 to {len(lines) - 1} must occur once; fix the file, or remove it"
             )
         names[int(number)] = " ".join(name)
     return tuple(names[i] for i in range(len(names)))

@@ -115,8 +115,8 @@ def _read_graph(
     found = np.unique(np.array(triples, np.int32).reshape(-1, 3), axis=0)
     if not (found[:, [0, 2]] < len(item_ids)).any():
         raise UserError(
-            f"{files['graph'][0].where}: none of its {len(found)} triples contains an item, such as "
-            f"{shown(item_ids[:3])}; name items in the graph as in the interactions, or add a table with "
+            f"{files['graph'][0].where}: none of its {len(found)} triples contains an item of the interactions "
+            f"(for example {shown(item_ids[:3])}); name items in the graph as in the interactions, or add a table with "
             "columns item and entity"
         )
     return found, tuple(relations), tuple(entities)

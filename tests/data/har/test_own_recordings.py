@@ -238,11 +238,11 @@ def timed(people, length=30):
 def test_people_at_different_rates_are_refused_by_name(load, tmp_path):
     names = ["time", "acc", "subject", "activity"]
     path = write(tmp_path / "mine.csv", timed([("a", 50), ("b", 50), ("c", 52), ("d", 25), ("e", 25)]), names)
-    with pytest.raises(UserError, match=r"\(d, e: 25 rows per second; all other people: 50\)") as refused:
+    with pytest.raises(UserError, match=r"\(d, e: 25 rows per second; all others: 50\)") as refused:
         load(path)
     assert "resample to one rate" in str(refused.value)
     halves = timed([("a", 50), ("b", 25)], length=31)
-    with pytest.raises(UserError, match=r"\(a: 50 rows per second; all other people: 25\)"):
+    with pytest.raises(UserError, match=r"\(a: 50 rows per second; all others: 25\)"):
         load(write(path, halves, names))
     write(path, [[index, *rest] for index, (_, *rest) in enumerate(halves)], names)
     assert load(path).rate_hz is None  # numbers of rows tell no rate
@@ -488,7 +488,7 @@ def test_test_subjects_are_the_named_people_or_every_fifth(load, tmp_path):
         (lambda lines: [*lines[:3], "2,oops,1,1,1,p,walk"], "line 4, column 2 (heart_rate): 'oops' is not a number; "
          "fix it, choose channels with --channels, or add --on-bad drop"),
         (lambda lines: [*lines[:3], "2,1,1"], "line 4: has 3 columns, but there are 7 column names"),
-        (lambda lines: [*lines[:3], "2,1,1,1,1,,walk"], "row 3 below the column names has no subject"),
+        (lambda lines: [*lines[:3], "2,1,1,1,1,,walk"], "data row 3 has no subject; fill it in"),
         (lambda lines: lines[:9], "a window has 10 rows, but the longest uninterrupted activity of one person"),
         (lambda lines: lines[:12], "has windows of only one class, walk; give at least two, each with"),
         (lambda lines: lines[:1], "has column names, but no readable rows"),
@@ -496,8 +496,8 @@ def test_test_subjects_are_the_named_people_or_every_fifth(load, tmp_path):
         (lambda lines: [], "is empty"),
         (lambda lines: [f"time,time,{lines[0]}", *(f"1,1,{line}" for line in lines[1:])],
          "line 1: has several columns named time; keep one column per name"),
-        (lambda lines: [line.replace("walk", "confidence") for line in lines], "label 'confidence': is also a column"),
-        (lambda lines: [line.replace(",p,", ',"p,q",') for line in lines], "subject 'p,q': must not begin with '-'"),
+        (lambda lines: [line.replace("walk", "confidence") for line in lines], "label 'confidence' is also a column"),
+        (lambda lines: [line.replace(",p,", ',"p,q",') for line in lines], "subject 'p,q' begins with '-' or contains"),
     ],
 )  # fmt: skip
 def test_unusable_tables_are_refused(load, tmp_path, change, message):
@@ -547,7 +547,7 @@ def test_rows_with_empty_cells(load, tmp_path, on_bad):
 
 def test_a_row_without_a_subject_is_reported(load, tmp_path):
     loaded = load(with_holes(tmp_path, [(60, 3)]), reading=Reading(on_bad="drop"))
-    told = "Left out: 1 unreadable rows, .* such as row 61 below the column names, which has no subject."
+    told = "Left out: 1 unreadable rows, .* such as data row 61, which has no subject."
     assert any(re.match(told, text) for text in loaded.remarks)
 
 

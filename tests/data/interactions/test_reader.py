@@ -277,7 +277,7 @@ def test_quotes_of_tabbed_lines_enclose_fields_or_are_plain_characters(load) -> 
 
 def test_quotes_that_join_whole_lines_are_refused_and_texts_of_several_lines_are_not(load) -> None:
     head = "user_id,title,item_id,timestamp\n"
-    with pytest.raises(UserError, match=r"lines 3 to 4: a quoted value begins on the first .* double the"):
+    with pytest.raises(UserError, match=r"lines 3 to 4: each line has all columns, .* double them"):
         load(f'{head}u1,plain,i1,1300000000\nu1,"Live,i2,1300000100\nu2,bar",i3,1300000200\n')
     text = load(f'{head}u1,"good,\n\nreally",i1,1300000000\nu1,x,i2,1300000100\n', "texts.csv")
     assert text.items.tolist() == [1, 2]
@@ -379,11 +379,11 @@ def test_columns_are_the_named_columns(load, content, chosen) -> None:
         ("abonnent,title,timestamp\n1,2,3\n", {}, "no column is recognised as "
          "the user or the item; name it with --user-column and --item-column; .* abonnent, title, timestamp$"),
         ("user,item,price\n1,2,3\n", {}, "no column is recognised as the time; .*; use --time-column none"),
-        ("1,2,3\n1,3,5\n", {}, r"line 1: '1 2 3': has no column names, and no column after the item begins with "
+        ("1,2,3\n1,3,5\n", {}, r"line 1: '1 2 3' does not name the columns, and no column after the item begins with "
          "a date or .*give the time column's number, counted from 1, with --time-column, or use --time-column none"),
         ("1,2,3.5,99.9\n", {}, "no column after the item begins with a date"),
         ("1,2,978300030,978300040\n", {}, "several columns begin with a date"),
-        ("1 2 2023-11-20 05:05:46\n", {}, "has date and time of day in separate columns; join them"),
+        ("1 2 2023-11-20 05:05:46\n", {}, "has the date and the time of day in separate columns; join them"),
         ("abonnent,title\n1,2\n", {}, "the first line, abonnent, title, is not recognised as column names, but"),
         ("user,item,time\n1,2,3\n", {"time": "at"}, "^--time-column at: .* no such column; the columns are "),
         ("1,2,978300030\n", {"item": "4"}, "^--item-column 4: .* has no such column; give a number from 1 to 3"),

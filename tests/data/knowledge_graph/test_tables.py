@@ -120,7 +120,7 @@ def test_files_for_training_validation_and_test(load):
 
 
 def test_graphs_without_items_and_lines_without_values(load, tmp_path):
-    with pytest.raises(UserError, match=r"graph.csv: none of its 1 triples contains an item, such as i0, i1, i2; name"):
+    with pytest.raises(UserError, match=r"graph.csv: none of its 1 triples .*\(for example i0, i1, i2\); name"):
         load({"interactions.csv": USERS, "graph.csv": "head,relation,tail\nx,y,z\n"})
     files = {"interactions.csv": USERS + "u0,,7\n", "graph.csv": GRAPH + "i1,of,\n"}
     with pytest.raises(UserError, match=r"interactions.csv, line 22: .*is empty.*--on-bad drop"):
