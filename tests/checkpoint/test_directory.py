@@ -191,6 +191,6 @@ def test_a_disk_that_refuses_leaves_what_was_there(opened, disk_operations):
 def test_folder_that_cannot_be_written_to(place, more, refused, tmp_path):
     (tmp_path / "file").write_text("precious")
     directory = tmp_path / place
-    reason = "is a file, or lies in a file; choose" if place.startswith("file") else ""
+    reason = "is a file, or one of its parents is; choose" if place.startswith("file") else ""
     refused([f"--save-dir {directory}: {reason}"], *TINY, "--save-dir", directory, *more)
     assert contents(tmp_path) == {"file": b"precious"}

@@ -267,7 +267,7 @@ def test_one_that_was_displaced_writes_nothing_and_says_by_whom(two_holders, tmp
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     who = re.escape(f"process {os.getpid()} on {socket.gethostname()}")
     for write in (lambda: old.save(state_at(3)), lambda: old.write_json("state.json", {}), old.mark_final):
-        with pytest.raises(LockTaken, match=f"{who} took it over, because this process did not respond"):
+        with pytest.raises(LockTaken, match=f"{who} took over this folder, because this process did not respond"):
             write()
     assert old.lock.is_lost and not new.lock.is_lost
     old.release()
@@ -335,7 +335,7 @@ def test_a_checkpoint_that_vanishes_as_it_gets_its_name(is_taken_over, two_holde
             (tmp_path / "lock").write_text(taken)
 
     monkeypatch.setattr(holder.writer, "rename", lose)
-    told = "took it over, because" if is_taken_over else "cannot write checkpoint_7.pth: No such file or directory"
+    told = "took over this folder" if is_taken_over else "cannot write checkpoint_7.pth: No such file or directory"
     with pytest.raises(UserError, match=told):
         holder.save(state_at(7))
     assert (tmp_path / "manifest.json").exists() and [entry.epoch for entry in holder.entries] == [1]

@@ -302,15 +302,15 @@ def test_a_run_on_several_devices_is_not_repeated_on_one(tmp_path, write):
 @pytest.mark.parametrize(
     ("name", "value", "use"),
     [
-        ("--task", "{tmp}/evil.py:Evil", "code (--task {tmp}/evil.py:Evil); to run it, add --task {tmp}/evil.py:Evil"),
-        ("--logger", ["{tmp}/evil.py:Evil"], "code (--logger {tmp}/evil.py:Evil); to run it, add --logger"),
-        ("--output", "{tmp}/precious", "a file (--output {tmp}/precious); to use it, add --output {tmp}/precious"),
-        ("--export", "{tmp}/my model.pt2", "a file (--export '{tmp}/my model.pt2'); to use it, add --export"),
-        ("--predict", "{tmp}/precious", "a file (--predict"),
-        ("--resume-from", "{tmp}/precious", "a file (--resume-from"),
-        ("--init-from", "{tmp}/precious", "a file (--init-from"),
-        ("--init-from-partial", "{tmp}/precious", "a file (--init-from-partial"),
-        ("--prior-only", "{tmp}/precious.npz", "a file (--prior-only"),
+        ("--task", "{tmp}/evil.py:Evil", "--task {tmp}/evil.py:Evil, which names code; to run it, add the flag"),
+        ("--logger", ["{tmp}/evil.py:Evil"], "--logger {tmp}/evil.py:Evil, which names code; to run it, add"),
+        ("--output", "{tmp}/precious", "--output {tmp}/precious, which names a file; to use it, add the flag"),
+        ("--export", "{tmp}/my model.pt2", "--export '{tmp}/my model.pt2', which names a file; to use it, add"),
+        ("--predict", "{tmp}/precious", "--predict {tmp}/precious, which names a file"),
+        ("--resume-from", "{tmp}/precious", "--resume-from {tmp}/precious, which names a file"),
+        ("--init-from", "{tmp}/precious", "--init-from {tmp}/precious, which names a file"),
+        ("--init-from-partial", "{tmp}/precious", "--init-from-partial {tmp}/precious, which names a file"),
+        ("--prior-only", "{tmp}/precious.npz", "--prior-only {tmp}/precious.npz, which names a file"),
     ],
 )
 def test_a_record_names_neither_code_nor_files_to_write(name, value, use, write, refused, tmp_path):
@@ -320,13 +320,13 @@ def test_a_record_names_neither_code_nor_files_to_write(name, value, use, write,
     text = json.dumps(value).replace("{tmp}", str(tmp_path))
     record = write(f'{{"config": {{"--task": "tabular", "--lr": 0.5, "{name}": {text}}}}}', "config.json")
     before = contents(tmp_path)
-    message = f"--config {record}: must not name {use.format(tmp=tmp_path)}"
+    message = f"--config {record}: must not set {use.format(tmp=tmp_path)}"
     refused([message], "--config", record, "--save-dir", tmp_path / "run")
     refused([message], "--config", record, "--save-dir", tmp_path / "run", "--print-config")
     assert contents(tmp_path) == before
     own = write(f'task = "tabular"\n{name[2:]} = {text}' if name != "--task" else f"task = {text}", "own.toml")
     _, problems = parse(["--config", own], several_devices=False)
-    assert not any("this record" in problem for problem in problems)
+    assert not any("must not set" in problem for problem in problems)
     (tmp_path / "created").unlink(missing_ok=True)
 
 
@@ -358,8 +358,8 @@ def test_the_profiler_writes_where_the_user_says(write, tmp_path):
         record = write(json.dumps({"config": {"--task": "har", name: str(tmp_path / "x")}}), "config.json")
         flags, problems = parse(["--config", record], False, command)
         words = f"{name} {tmp_path / 'x'}"
-        advice = f"to use it, add {words} to the command"
-        assert problems == [f"--config {record}: must not name a file ({words}); {advice}"]
+        advice = "to use it, add the flag to the command"
+        assert problems == [f"--config {record}: must not set {words}, which names a file; {advice}"]
         assert getattr(flags.tool, name[2:]) is None
 
 
@@ -389,7 +389,7 @@ def test_a_run_that_went_on_from_a_file_is_repeated_from_there(train, cli, refus
     train(tmp_path / "run", "--epochs", 3, "--resume-from", tmp_path / "source" / "checkpoint_2.pth")
     record, source = tmp_path / "run" / "config.json", tmp_path / "source" / "checkpoint_2.pth"
     words = f"--resume-from {source}"
-    message = f"--config {record}: must not name a file ({words}); to use it, add {words} to the command"
+    message = f"--config {record}: must not set {words}, which names a file; to use it, add the flag to the command"
     refused([message], "--config", record, "--save-dir", tmp_path / "again")
     assert cli("--config", record, "--save-dir", tmp_path / "again", "--resume-from", source)[0] == 0
     assert_same_bits(load(tmp_path / "run" / "final.pth")["model"], load(tmp_path / "again" / "final.pth")["model"])

@@ -90,10 +90,10 @@ def test_a_task_without_a_file_has_none(monkeypatch):
     ("then", "now", "changes"),
     [
         ({}, {}, []),
-        ({}, {"commit": "2" * 40}, ["the code, commit 1111111 -> 2222222"]),
+        ({}, {"commit": "2" * 40}, ["the code (commit 1111111 -> 2222222)"]),
         ({"commit": None, "changed": None}, {"changed": True}, []),
-        ({}, {"changed": True}, ["the code, uncommitted changes none -> some"]),
-        ({"changed": True}, {}, ["the code, uncommitted changes some -> none"]),
+        ({}, {"changed": True}, ["the code (uncommitted changes: none -> some)"]),
+        ({"changed": True}, {}, ["the code (uncommitted changes: some -> none)"]),
         ({"changed": True}, {"changed": True}, []),
         ({}, {"task_sha256": "b"}, ["the task's file my.py"]),
         ({"task_sha256": None}, {}, []),
@@ -118,8 +118,8 @@ def test_a_resume_tells_of_other_code(train, cli, tmp_path, monkeypatch):
     monkeypatch.setattr(facts, "read_git", lambda folder: ("2" * 40, True))
     changed = [
         "Changed since the checkpoint: --epochs 1 -> 2",
-        "Changed since the checkpoint: the code, commit 1111111 -> 2222222",
-        "Changed since the checkpoint: the code, uncommitted changes none -> some",
+        "Changed since the checkpoint: the code (commit 1111111 -> 2222222)",
+        "Changed since the checkpoint: the code (uncommitted changes: none -> some)",
         "Changed since the checkpoint: the task's file edited_task.py",
     ]
     out = train(tmp_path / "run", *own, "--epochs", 2)
@@ -160,7 +160,7 @@ def test_weights_do_not_meet_other_data_of_the_same_size(more, advice, trained, 
     text, run = trained
     text.write_text("abdabdabdabd" * 8)
     _, err = on_cpu(*TASK, "--text", text, "--save-dir", run, *more, status=2)
-    assert len(err) == 1 and "the letters of the training data and of the checkpoint" in err[0], err
+    assert len(err) == 1 and " differ in letters: " in err[0], err
     assert err[0].endswith(f": abd instead of abc; use the same data{advice}")
 
 
@@ -169,7 +169,7 @@ def test_long_facts_are_told_by_what_differs(join, tmp_path):
     task = Weighted(WeightedFlags(), 0, tmp_path)
     names = list(map(str, range(100)))
     then, now = {"items": join(names)}, {"items": join([*names[1:], "new one", "another"])}
-    with pytest.raises(UserError, match=r"differ: 2 new \(.*another.*\) and 1 missing \(0\); use the same data"):
+    with pytest.raises(UserError, match=r"in items: 2 new \(.*another.*\) and 1 missing \(0\); use the same data"):
         Changes({"data_facts": then}, {"data_facts": now, "config": {}}, task).refuse_other_data("")
 
 

@@ -258,9 +258,9 @@ def test_a_task_whose_flags_are_none_or_the_trainers_own_is_refused(refused, tmp
         """)
     )
     refused(["Bare must define build_objective, splits"], "--task", f"{tmp_path}/odd.py:Bare")
-    refused(["Odd.Config must be a dataclass of its flags"], "--task", f"{tmp_path}/odd.py:Odd")
+    refused(["Odd.Config must be a dataclass that declares the task's flags"], "--task", f"{tmp_path}/odd.py:Odd")
     refused(
-        ["its flags --epochs are already flags of the trainer; rename these flags"],
+        ["the trainer already has flags named --epochs; rename those of the task"],
         "--task",
         f"{tmp_path}/odd.py:Taking",
     )

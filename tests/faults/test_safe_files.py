@@ -141,7 +141,7 @@ def test_a_task_that_comes_with_the_run(place, trained, run_here, tmp_path):
     assert isinstance(trainer.load(trained, Weighted), Network)
     for more in (["--predict", trained / "metrics.jsonl"], ["--export", tmp_path / "x.pt2"], ["--eval-only"], []):
         _, err = run_here(*more, "--save-dir", trained, status=2)
-        named = f"must not name code (--task {file}:Weighted); to run it, add --task {file}:Weighted to the command"
+        named = f"must not set --task {file}:Weighted, which names code; to run it, add the flag to the command"
         assert err == f"error: --save-dir {trained}: {named}\n"
     assert not (tmp_path / "created").exists()
 

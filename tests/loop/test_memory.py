@@ -112,10 +112,10 @@ def test_what_was_learnt_is_remembered(run_here, tmp_path):
     out, _ = run_here(*args, "--fit", 3, "--epochs", 3)
     assert "Out of memory" not in out
     assert "At most 3 samples per forward pass, because more did not fit into the memory of cpu earlier." in out
-    assert "from 3 x 4 accumulation" in out
+    assert "(3 x 4 accumulation" in out
     out, _ = run_here(*args, "--fit", 6, "--batch-size", 6, "--epochs", 4)
     assert "Out of memory" not in out
-    assert "from 6 x 2 accumulation" in out
+    assert "(6 x 2 accumulation" in out
 
 
 def test_a_single_sample_that_does_not_fit_is_refused(run_here, tmp_path):
@@ -184,7 +184,7 @@ def test_a_group_starts_itself_again(small, command, tmp_path):
     ]
     assert "Traceback" not in done.stderr
     assert "Resuming after optimizer step 4" in done.stdout
-    assert "from 3 x 2 devices x 2 accumulation" in done.stdout
+    assert "(3 x 2 devices x 2 accumulation" in done.stdout
     assert_same_learning(directory, small)
 
 

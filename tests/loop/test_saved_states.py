@@ -327,7 +327,7 @@ def test_facts_of_many_types_are_those_of_the_next_start(shaped, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["data_facts"]["by number"]["10"] == "b"
     assert shaped(tmp_path, "--eval-only", **members) == []
     err = shaped(tmp_path, "--eval-only", status=2, describe_data=lambda self: FACTS | {"pair": (1, (2, 3))})
-    assert_messages(err, "the pair of the training data and of the checkpoint")
+    assert_messages(err, "differ in pair: ")
 
 
 @pytest.mark.parametrize(

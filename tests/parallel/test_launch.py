@@ -148,7 +148,7 @@ def test_dp_without_two_gpus_says_so_and_trains(tmp_path, command, one_device):
     lines = command(*args, **NO_GPU).stdout.splitlines()
     assert_same_run(tmp_path, 1, one_device)
     assert lines[0] == "DataParallel needs at least two GPUs and found none: training on the CPU."
-    assert " Batch: 10 samples per step, from 4 x 3 accumulation steps; the last micro-batches are smal" in lines[1]
+    assert " Batch: 10 samples per step (4 x 3 accumulation steps); the last micro-batches are smal" in lines[1]
 
 
 @pytest.mark.slow
@@ -269,7 +269,7 @@ def stopped(tmp_path_factory, environment):
 def test_group_says_what_it_runs_on(stopped):
     lines = stopped.out.splitlines()
     assert (
-        "Devices: DistributedDataParallel over gloo: 2 x cpu. Batch: 4 samples per step, from 2 x 2 devices. "
+        "Devices: DistributedDataParallel over gloo: 2 x cpu. Batch: 4 samples per step (2 x 2 devices). "
         "Workers: 1 per rank. Threads: 1 per rank. Precision: float32."
     ) in lines
     assert "Scaling the learning rate from 0.001 to 0.002 for 2 devices" in lines

@@ -190,4 +190,4 @@ def test_weights_do_not_meet_recordings_with_other_classes(own, recordings, run_
     run_here(*own, "--epochs", 1, "--save-dir", tmp_path / "run")
     recordings.write_text(recordings.read_text().replace(",rest\n", ",sleep\n"))
     _, err = run_here(*own, "--save-dir", tmp_path / "run", status=2)
-    assert "the classes of the training data and of the checkpoint differ: run sleep instead of rest run" in err
+    assert "the training data and the checkpoint differ in classes: run sleep instead of rest run" in err

@@ -82,7 +82,7 @@ def test_flags_of_learning_are_refused(argv, run_here, tmp_path):
 
 def test_what_needs_steps_is_refused(run_here, cache_dir, capsys):
     argv = ["--task", "seqrec", "--model", "rules"]
-    assert "fitted without training, so it has no loss to check" in run_here(*argv, "--check-task", status=2).err
+    assert "fitted, not trained, and has no loss to check" in run_here(*argv, "--check-task", status=2).err
     assert profile(["step", *argv, "--cache-dir", str(cache_dir / "lockstep")]) == 2
     assert "its model is fitted without optimizer steps" in capsys.readouterr().err
 

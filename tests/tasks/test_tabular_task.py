@@ -224,10 +224,10 @@ def test_tuning_does_not_go_on_from_other_data(table, run_here, refused, tmp_pat
     argv = [*TASK, "--label", "kind", "--tune", "base", "--num-episodes", 2, "--epochs", 2, "--num-estimators", 1]
     learned = tmp_path / "learned"
     _, err = run_here(*argv, "--data-dir", table, "--save-dir", learned, status=2)
-    assert "the classes of the training data and of the checkpoint differ: big small instead of (none)" in err
+    assert "the training data and the checkpoint differ in classes: big small instead of (none)" in err
     run_here(*argv, "--data-dir", table, "--save-dir", tmp_path / "tuned")
     other = write_table(tmp_path / "other.csv", seed=5)
-    refused(["the rows of the training data"], *argv, "--data-dir", other, "--save-dir", tmp_path / "tuned")
+    refused(["checkpoint differ in rows: "], *argv, "--data-dir", other, "--save-dir", tmp_path / "tuned")
 
 
 def test_a_table_with_one_column_is_exported_with_padding(make_task, tmp_path):
@@ -272,7 +272,7 @@ def test_a_model_of_ones_own_is_scored_on_a_table(table, run_here, tmp_path):
         ("--data-dir TABLE --label kind --num-episodes 4", "--num-episodes 4: does nothing without --tune"),
         ("--data-dir TABLE --label knd", "--label knd: no such column; did you mean 'kind'?"),
         ("--data-dir TABLE --label kind --prior-only x.npz", "--prior-only x.npz: applies only to synthetic tables;"),
-        ("--data-dir TABLE --label kind --seeds 2", "--seeds 2: trains models, but the other flags only evaluate"),
+        ("--data-dir TABLE --label kind --seeds 2", "--seeds 2: trains models, but the other flags train nothing"),
         ("--data-dir TABLE --label kind --test-share 0", "--test-share 0: leaves no rows to score"),
         ("--model tabicl --width 9", "--width 9: --model tabicl does not use it; leave it out"),
         ("--width 9", "--width 9: must be a multiple of --num-heads 4"),

@@ -91,8 +91,8 @@ class Lock:
             self._path.parent.stat()  # raises FileNotFoundError if the folder was deleted
             self.is_lost = True
             raise LockTaken(
-                f"--save-dir {self._path.parent}: {holder.who or 'another process'} took it over, because this "
-                "process did not respond or the job restarted; this process stops; checkpoints are intact"
+                f"--save-dir {self._path.parent}: {holder.who or 'another process'} took over this folder, because "
+                "this process did not respond or the job restarted; this process stops, and the checkpoints are intact"
             )
 
     def delete(self, path: Path) -> None:

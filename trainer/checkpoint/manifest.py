@@ -60,7 +60,7 @@ def read_json(
     except FileNotFoundError:
         return {}
     except NotADirectoryError:
-        raise DiskError(f"--save-dir {path.parent}: is a file, or lies in a file; choose a folder") from None
+        raise DiskError(f"--save-dir {path.parent}: is a file, or one of its parents is; choose a folder") from None
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, OSError) and error.errno not in NO_FILE:
             problem = f"--save-dir {path.parent}: cannot read {path.name}: {error.strerror}"

@@ -307,16 +307,16 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         factors += [f"x {split.grad_accum_steps} accumulation steps"] * (split.grad_accum_steps > 1)
         places.append(
             f"Batch{f' of phase {phase}' if len(batches) > 1 else ''}: {split.global_batch_size} samples per step"
-            f"{f', from {split.batch_size} ' if factors else ''}{' '.join(factors)}"
+            f"{f' ({split.batch_size} ' if factors else ''}{' '.join(factors)}{')' if factors else ''}"
             f"{'' if exact else '; the last micro-batches are smaller'}."
         )
     trial = ", used only if the first steps show that they save time" if run.workers.on_trial else ""
     places.append(f"Workers: {num_workers} per rank{trial}. Threads: {torch.get_num_threads()} per rank.")
     lines = [" ".join([*places, f"Precision: {run.learner.precision}."])]
     if strategy.num_parts:
-        own = len(strategy.shards)
+        own, total = len(strategy.shards), strategy.num_parts
         cost = f"each device runs {own} forward/backward pass(es) per step and stores {own.bit_length()} gradient(s)"
-        lines.append(f"Parts: {strategy.num_parts}. Results do not depend on the number of devices; {cost}.")
+        lines.append(f"Parts: {total} per global batch. Results do not depend on the number of devices; {cost}.")
     lines += [
         f"Data: {', '.join(f'{len(d)} {name}' for name, d in task.splits().items())} samples. "
         f"Model: {'fitted, not trained' if task.fitted else f'{run.learner.num_parameters} parameters'}.",

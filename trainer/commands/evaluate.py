@@ -167,7 +167,7 @@ def _kept(folder: Path, scored: Mapping[str, Any]) -> str:
 def check_only(flags: Flags, task: Task, strategy: Strategy) -> None:
     """Runs `--check-task`: checks in float64 that splitting a batch does not change a new model's loss and metrics."""
     if task.fitted:
-        raise UserError("--check-task: the model is fitted without training, so it has no loss to check; leave it out")
+        raise UserError("--check-task: the model is fitted, not trained, and has no loss to check; leave the flag out")
     exact = replace(flags, precision=replace(flags.precision, dtype="float64", amp="off"))
     with closing(assemble_run(exact, task, strategy, is_new=True)) as run:
         initialise(run.learner, exact.checkpoint, task.shipped_weights(), strategy)

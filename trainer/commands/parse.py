@@ -176,14 +176,14 @@ def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[ty
     """Returns a task's defaults for the trainer's flags, by field. Raises UserError for errors in the task's class."""
     name = task_type.__name__
     if not dataclasses.is_dataclass(task_type.Config):
-        raise UserError(f"--task {task_name}: {name}.Config must be a dataclass of its flags")
+        raise UserError(f"--task {task_name}: {name}.Config must be a dataclass that declares the task's flags")
     try:
         own = options(task_type.Config)
     except TypeError as error:
         raise UserError(f"--task {task_name}: {task_type.Config.__name__}.{error}") from None
     if taken := sorted(options(*group_types).keys() & own.keys()):
         names = ", ".join(map(flag_name, taken))
-        raise UserError(f"--task {task_name}: its flags {names} are already flags of the trainer; rename these flags")
+        raise UserError(f"--task {task_name}: the trainer already has flags named {names}; rename those of the task")
     if missing := ", ".join(sorted(task_type.__abstractmethods__)):
         raise UserError(f"--task {task_name}: {name} must define {missing}; see Task in trainer/task.py")
     # one folder per task, since a task cannot resume another task's run
@@ -256,9 +256,9 @@ class Layers:
                 continue
             value = self.values[field]
             if option.is_for_users_alone(value):
-                what, use = ("a file", "use") if option.type is Path else ("code", "run")
+                what = "a file; to use it" if option.type is Path else "code; to run it"
                 words = option.as_typed(value)
-                found.append(f"{origin}: must not name {what} ({words}); to {use} it, add {words} to the command")
+                found.append(f"{origin}: must not set {words}, which names {what}, add the flag to the command")
                 del self.values[field], self.origins[field]
         return found
 

@@ -177,8 +177,8 @@ class Changes:
         before, threads = then.get("num_threads_per_rank"), now["num_threads_per_rank"]
         if self._in_parts and now["device_type"] == then.get("device_type") == "cpu" and before != threads:
             raise UserError(
-                f"--num-threads {threads}: the checkpoint was trained with {before} CPU thread(s), and with --parts "
-                f"results depend on this number; use --num-threads {before}"
+                f"--num-threads {threads}: the checkpoint was trained with {before} CPU thread(s), and results with "
+                f"--parts depend on this number; use --num-threads {before}"
             )
 
     def refuse_reordered(self, names: Iterable[str]) -> None:
@@ -197,7 +197,7 @@ class Changes:
         for name in sorted(then.keys() | now.keys() if to_train else then.keys()):
             if not alike(then.get(name), now.get(name)):
                 raise UserError(
-                    f"the {name} of the training data and of {source} differ: "
+                    f"the training data and {source} differ in {name}: "
                     f"{_difference(then.get(name), now.get(name))}; {self._advice_on_data(to_train)}"
                 )
 
@@ -340,10 +340,10 @@ def code_changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     differing = {name for name in now if None not in (then[name], now[name]) and then[name] != now[name]}
     changes = []
     if "commit" in differing:
-        changes.append(f"the code, commit {then['commit'][:7]} -> {now['commit'][:7]}")
+        changes.append(f"the code (commit {then['commit'][:7]} -> {now['commit'][:7]})")
     if "changed" in differing:
         some = {False: "none", True: "some"}
-        changes.append(f"the code, uncommitted changes {some[then['changed']]} -> {some[now['changed']]}")
+        changes.append(f"the code (uncommitted changes: {some[then['changed']]} -> {some[now['changed']]})")
     if "task_sha256" in differing:
         changes.append(f"the task's file {now['task_file']}")
     return changes

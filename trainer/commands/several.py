@@ -197,7 +197,7 @@ def train_several(flags: Flags, argv: Sequence[str], run_alone: RunAlone) -> int
     task = build_task(flags)
     several, save_dir = flags.several, flags.checkpoint.save_dir
     if not task.trains:
-        raise UserError(f"{several.as_given}: trains models, but the other flags only evaluate one; leave it out")
+        raise UserError(f"{several.as_given}: trains models, but the other flags train nothing; leave the flag out")
     folds = task.fold_flags(several.folds) if several.folds else []
     slots = choose_slots(flags.devices, flags.multi)
     jobs = plan_jobs(flags, [*argv, *flags.from_run.argv, *slots.flags], folds, run_alone)
