@@ -125,8 +125,9 @@ def tables_at(path: Path, flag_name: str, advice: str, known: Sequence[str] = ()
     ]  # fmt: skip
     if len(found) != 1 and not parts_of(found):
         raise UserError(
-            f"{source.where}: {len(found)} of its files could be the table; give the path of one file (unpack an "
-            f"archive first); files found: {shown(file.name for file in source.files or Folder(path, depth=3).files)}"
+            f"{source.where}: {len(found)} of its files could be the table; give the path of one file (if it is in an "
+            "archive, unpack it first); files found: "
+            f"{shown(file.name for file in source.files or Folder(path, depth=3).files)}"
         )
     return found
 

@@ -74,8 +74,8 @@ class HarFlags(FlagGroup):
         "(default: generated recordings; no download)", common=True, local=True,
     )  # fmt: skip
     download: bool = flag(
-        False, "download UCI HAR (61 MB) and train on it; saves to --data-dir (a zip or a folder), or to --cache-dir "
-        "by default; reuses an earlier download", common=True,
+        False, "download UCI HAR (61 MB) and train on it; --data-dir names the zip, or the folder for it (default: a "
+        "folder in --cache-dir); an earlier download is reused", common=True,
     )  # fmt: skip
     subject_column: str | None = flag(
         None, "your recordings: subject column (default: recognised by its name)", metavar="COLUMN"
@@ -91,7 +91,7 @@ class HarFlags(FlagGroup):
     on_bad: OnBad = flag(
         "refuse", "your recordings and --predict: what to do with a row that lacks a channel's value; refuse: stop "
         "with an error; drop: drop the row and split the recording there; interpolate: fill gaps of up to 25 rows, "
-        "drop longer gaps",
+        "and drop longer gaps",
     )  # fmt: skip
     rate: float | None = flag(
         None, "your recordings: sampling rate in rows per second (default: from a time column, otherwise 50)",
@@ -138,8 +138,8 @@ class HarFlags(FlagGroup):
     )  # fmt: skip
     mode: Mode = flag(
         "early", "harnet: how to combine channels; early: one convolution over all channels (most accurate); flatten: "
-        "encode channels separately, concatenate their features; average: encode channels separately, average their "
-        "features; first: use only the first channel", needs=_OF_HARNET,
+        "encode channels separately and concatenate their features; average: encode channels separately and average "
+        "their features; first: use only the first channel", needs=_OF_HARNET,
     )  # fmt: skip
     hidden_dims: tuple[int, ...] = flag(
         (128,), "harnet: width of each hidden layer after the encoder", at_least=1, needs=_OF_HARNET

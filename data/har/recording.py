@@ -177,7 +177,7 @@ def _read_array(path: Path, label: str, window: WindowFormat) -> np.ndarray:
         if path.stat().st_size == 0:
             reason = "is empty"
         elif "allow_pickle" in str(error):
-            reason = "contains Python objects or is not a .npy file; no code in it was run"
+            reason = "contains Python objects or is not a .npy file; no code in the file was run"
         else:
             reason = f"is damaged ({error})"
         raise UserError(f"{label}: {reason}; give windows of shape {wanted}, saved with numpy.save") from None

@@ -84,16 +84,14 @@ class Alphabet:
         numbers: dict[str, int] = {}
         for number, line in enumerate(lines, start=1):
             symbol = " " if line in (" ", _SPACE_IN_FILES) else unicodedata.normalize("NFKC", line.strip()).lower()
+            place = f"{where}, line {number}"
             if not symbol:
-                raise UserError(
-                    f"{where}, line {number}: is empty; give one symbol per line, and write the space as <space>"
-                )
+                raise UserError(f"{place}: is empty; give one symbol per line, and write the space as <space>")
             if units == "characters" and len(symbol) > 1:
-                raise UserError(f"{where}, line {number}: {symbol!r} is more than one character; use --units words")
+                advice = "give one character per line, or use --units words"
+                raise UserError(f"{place}: {symbol!r} is more than one character; {advice}")
             if symbol in numbers:
-                raise UserError(
-                    f"{where}, line {number}: {symbol!r} is already on line {numbers[symbol]}; remove one of the two"
-                )
+                raise UserError(f"{place}: {symbol!r} is already on line {numbers[symbol]}; remove one of the two")
             numbers[symbol] = number
         if not numbers:
             raise UserError(f"{where}: is empty; give one symbol per line")

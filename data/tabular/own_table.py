@@ -80,10 +80,10 @@ def _labelled(table: Table, known: LabelledTable, encoding: Encoding, notes: lis
     values = class_numbers(column, known.labels.classes)
     found, other = encoding.remarks(table), column.take((values < 0) & ~column.is_missing).distinct_texts
     if num_lost := int((values < 0).sum()):
-        what = f", such as {other[0]!r}" if other else ""
+        what = f" (such as {other[0]!r})" if other else ""
         found.append(
-            f"{num_lost:,} of {len(values):,} rows are left out, because they have no class, or a class that does "
-            f"not occur in --data-dir{what}."
+            f"{num_lost:,} of {len(values):,} rows are left out, because they have no class, or a class{what} that "
+            "does not occur in --data-dir."
         )
         if num_lost == len(values):
             raise UserError(f"{table.where}: {found[-1]} Give rows with classes that occur in --data-dir")

@@ -200,5 +200,5 @@ def _load_arrays(path: Path, where: str) -> dict[str, np.ndarray]:
             raise UserError(f"{where}: is not an .npz file; {_ADVICE}") from None
         found = "contains Python objects" if "allow_pickle" in str(error) else f"is damaged ({error})"
         raise UserError(
-            f"{where}: {found}; no code in it was run; save arrays of numbers and strings with numpy.savez"
+            f"{where}: {found}; no code in the file was run; save arrays of numbers and strings with numpy.savez"
         ) from None

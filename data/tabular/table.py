@@ -218,7 +218,7 @@ class Table:
             is_odd = np.isfinite(source.dates[found]) & np.isnan(source.dates[order])
             raise UserError(
                 f"{self.where}: {source.name}: {source.distinct_texts[is_odd.argmax()]!r} has the {found}, but the "
-                f"training rows have the {order}; write dates as 2024-05-31"
+                f"dates of the training rows have the {order}; write dates as 2024-05-31"
             )
         return source.date_part(part)
 

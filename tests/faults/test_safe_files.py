@@ -85,7 +85,7 @@ def test_a_file_that_is_named(arguments, harm, run_here, tmp_path):
     _, err = run_here(*first, *(word.format(**places) for word in arguments), status=2)
     (line,) = err.splitlines()
     assert f"{bad}: " in line
-    assert line.endswith("; no code in it was run")
+    assert line.endswith("; no code in the file was run")
 
 
 @pytest.mark.parametrize("manifest", ["as it was", "made to fit", "missing"])
@@ -99,7 +99,7 @@ def test_every_checkpoint_of_a_run_directory(manifest, more, harm, trained, run_
     (line,) = err.splitlines()
     assert line.startswith(f"error: --save-dir {trained}: ")
     assert "contains no intact checkpoint" in line
-    reason = "its sha256 is not the one in" if manifest == "as it was" else "no code in it was run"
+    reason = "its sha256 is not the one in" if manifest == "as it was" else "no code in the file was run"
     assert reason in out
 
 

@@ -26,14 +26,14 @@ def test_rows_of_a_file_are_the_test(run_here, train, tmp_path):
     test = write(tmp_path / "test.csv", [*rows_of(100, 20), ("r", 0, ""), ("s", 0, "odd")])
     shown, _ = run_here(*TABULAR, "--data-dir", train, "--test-data", test, "--id", "id")
     assert "Data: 60 train, 20 test samples" in shown and "test/accuracy 1.0000" in shown
-    assert f"--test-data {test}: 2 of 22 rows are left out, because" in shown and ", such as 'odd'." in shown
+    assert f"--test-data {test}: 2 of 22 rows are left out, because" in shown and "(such as 'odd')" in shown
 
 
 def test_test_data_of_other_classes_or_columns_are_refused(refused, train, tmp_path):
     argv = [*TABULAR, "--data-dir", train, "--test-data"]
     other = write(tmp_path / "other.csv", [("a", 1, "low."), ("b", 2, "high.")])
     refused(
-        [f"--test-data {other}: 2 of 2 rows are left out, because they have no class, or a class that"],
+        [f"--test-data {other}: 2 of 2 rows are left out, because they have no class, or a class (such as"],
         *argv,
         other,
     )

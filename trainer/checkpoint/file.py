@@ -111,7 +111,7 @@ def _refusal_of(error: Exception) -> str:
         is_code = any(word in text for word in ("Unsupported global", "Unsupported class", "GLOBAL"))
         refused = "refused, because it contains more than tensors and plain values"
         damaged = "is damaged or not a checkpoint"
-        return f"{refused if is_code else damaged}; no code in it was run"
+        return f"{refused if is_code else damaged}; no code in the file was run"
     if "weights_only" in text or "TorchScript" in text:
         return (
             "refused, because a TorchScript archive or a file of torch before 1.6 cannot be read without running its "

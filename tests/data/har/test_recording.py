@@ -259,7 +259,7 @@ def test_files_without_an_array_are_refused(windows, tmp_path):
         whole[:50]: "is damaged (",
         b"PK\x03\x04 cut off": "is damaged (",
         whole[:60] + b"((" + whole[62:]: "is damaged (",  # the header is Python, which goes on in the next line
-        b"plain text": "contains Python objects or is not a .npy file; no code in it was run",
+        b"plain text": "contains Python objects or is not a .npy file; no code in the file was run",
         pickle.dumps(Malicious(created)): "contains Python objects",
         pickled.getvalue(): "contains Python objects",
         (tmp_path / "archive.npz").read_bytes(): "contains several arrays; give one array of shape (N, 9, 128)",

@@ -181,7 +181,7 @@ def test_arrays_in_memory_of_any_values() -> None:
         ({"X": np.zeros((0, 2))}, "no rows"),
         ({"X": np.zeros((2, 0))}, "X has 0 columns"),
         ({"X": np.zeros((1, 1001))}, "1,001 columns, but at most 1,000 are supported"),
-        ({"X": np.array([[object()]])}, "contains Python objects; no code in it was run"),
+        ({"X": np.array([[object()]])}, "contains Python objects; no code in the file was run"),
     ],
 )
 def test_arrays_that_are_no_table(read_arrays, arrays, message) -> None:
