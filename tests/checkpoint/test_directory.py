@@ -120,7 +120,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, capsys, signals_r
     assert main(argv, several_devices=False) == 2
     (message,) = capsys.readouterr().err.splitlines()
     assert message.startswith("error: training diverged: ")
-    assert "--lr 1e+30" in message
+    assert "use a lower --lr (peak learning rate now 1e+30)" in message
     for name in names(tmp_path):
         assert all(bool(value.isfinite().all()) for value in load(tmp_path / name)["model"].values())
     assert not names(tmp_path, "*.tmp")

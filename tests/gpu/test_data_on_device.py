@@ -63,7 +63,7 @@ def test_what_takes_too_much_memory_stays_on_the_host(tmp_path, cache_dir, monke
     ("name", "message"),
     [
         ("HalfMovable", "--data-on device: moves only data of type trainer.Movable, not val (Sequences); use"),
-        ("WrongWeights", "WrongSequences.weights: returns ["),
+        ("WrongWeights", "WrongSequences.weights: its values differ"),
     ],
 )
 @on_simulated_gpus()

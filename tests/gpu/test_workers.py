@@ -95,7 +95,7 @@ def test_a_number_starts_workers_whatever_the_data_hold_but_none_by_a_fork_of_a_
     first = tiny(cache_dir, tmp_path / "first", *counting)
     start, changed = told()
     assert "Workers: 2 per rank. " in start
-    assert changed == "Workers: Counted.counts changed, but workers use its old value; set --num-workers 0."
+    assert changed == "Workers: Counted.counts changed, but workers see the old value; set --num-workers 0."
     assert_same_bits(first, tiny(cache_dir, tmp_path / "second", *counting))
     assert "Workers: 0 per rank. " in told()[2]
     assert told()[3:] == [f"{HERE}this process already uses CUDA, so it cannot fork workers."]

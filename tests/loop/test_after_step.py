@@ -80,7 +80,7 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_buffers(run_here, tmp_path):
 
 
 def test_a_parameter_that_changes_in_the_forward_is_refused(refused, tmp_path):
-    part = "Eager.forward(batch, 'train') in train mode changes the parameter model.teacher.0.weight differently"
+    part = "Eager.forward(batch, 'train') in train mode changes the parameter model.teacher.0.weight, but each"
     refused([part], "--task", f"{FILE}:TooEager", *RUN, tmp_path / "run")
 
 

@@ -78,9 +78,9 @@ BEFORE_TRAINING = {
     "phases that are numbers": (broken(phases=(1, 2)), "Broken.phases (1, 2): must be distinct names"),
     "a headline of a split": (
         broken(headline=("train/loss", "val/accuracy")),
-        "Broken.headline ('train/loss', 'val/accuracy'): must name metrics, but no split",
+        "Broken.headline ('train/loss', 'val/accuracy'): must be metrics without a split",
     ),
-    "a headline that is text": (broken(headline="loss"), "Broken.headline 'loss': must name metrics"),
+    "a headline that is text": (broken(headline="loss"), "Broken.headline 'loss': must be metrics"),
     "a model and no objective": (
         broken(build_objective=lambda self: torch.nn.Linear(2, 2)),
         "Broken.build_objective must return an Objective with a model, not a Linear",

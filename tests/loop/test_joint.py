@@ -218,7 +218,7 @@ def test_what_several_processes_cannot_do_is_refused(name, world):
     ("task", "more", "message"),
     [
         ("Joint", ["--parts", 4], "--parts 4: SimClr.joint_loss couples samples of different parts"),
-        ("Joint", ["--compile"], "--compile: SimClr.joint_loss repeats each forward pass"),
+        ("Joint", ["--compile"], "--compile: SimClr.joint_loss runs forward passes twice"),
         ("Gathers", ["--parts", 4], "--parts 4: trainer.gather couples samples of different parts"),
         (
             "Gathers",

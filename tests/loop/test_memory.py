@@ -73,8 +73,8 @@ def test_a_step_is_redone_in_smaller_parts(where, num_workers, small, run_here, 
     (line,) = [line for line in out.splitlines() if "emory" in line]
     assert line == (
         f"Out of memory in {where} at optimizer step 3 with 6 samples per forward pass: retrying with 3, and 4 "
-        "accumulation steps instead of 2 for the same global batch of 12; --batch-size 3 --global-batch-size 12 avoids "
-        "the failed attempt."
+        "accumulation steps instead of 2 for the same global batch of 12; in new runs, --batch-size 3 "
+        "--global-batch-size 12 avoids such a failure."
     )
     assert_same_learning(directory, small)
     assert memory_of(directory)["batch_size"] == 3

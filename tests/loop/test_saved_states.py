@@ -256,7 +256,7 @@ def test_a_buffer_that_becomes_nan_is_no_matter_of_the_rate(shaped, tmp_path):
         return Spoiling(Plus(lambda model, x: 0.0, table=torch.zeros(2)))
 
     err = shaped(tmp_path, status=2, build_objective=build_objective)
-    assert_messages(err, "NaN in buffer(s) table after optimizer step 1, so nothing is saved")
+    assert_messages(err, "NaN in buffer(s) table after optimizer step 1, so this state is not saved")
     assert "--lr" not in err[0]
 
 

@@ -458,8 +458,7 @@ def start_facts(flags: Flags, task: Task, strategy: Strategy) -> dict[str, Any]:
 
 def build_watches(flags: Flags, task: Task, learner: Learner, strategy: Strategy, learning_rate: float) -> list[Watch]:
     """Creates the observers (`Watch`) of a run's steps. learning_rate: peak learning rate."""
-    clipping = f"set a smaller norm with --max-grad-norm (now {learner.max_grad_norm:g}; 0 does not clip)"
-    advice = f"lower --lr {learning_rate:g}, lengthen --warmup-epochs, {clipping}"
+    advice = learner.advice_if_diverged(learning_rate)
     watches: list[Watch] = []
     if flags.multi is not None and strategy.group.world_size > 1:
         watches = [Lockstep(learner.objective, strategy, flags.multi.lockstep_every), RankTimes(strategy.group)]

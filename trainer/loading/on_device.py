@@ -169,7 +169,7 @@ class DeviceLoader(BatchLoader):
     def _check(self, phase: int, dataset: Movable, own: Tensor, known: np.ndarray) -> None:
         if phase in self._unchecked and own.tolist() != known.tolist():
             raise UserError(
-                f"{type(dataset).__name__}.weights: returns {known.tolist()[:5]} where the batch's 'weight' is "
-                f"{own.tolist()[:5]}; make them equal, or remove the method"
+                f"{type(dataset).__name__}.weights: its values differ from the batch's 'weight' (first values: "
+                f"{known.tolist()[:5]} and {own.tolist()[:5]}); make them equal, or remove the method"
             )
         self._unchecked.discard(phase)

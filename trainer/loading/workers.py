@@ -254,7 +254,7 @@ class Workers:
         if not self._is_auto:
             self._at_start = None  # reports a change only once
             if changed is not None:
-                self._remarks.append(f"Workers: {changed} changed, but workers use its old value; set --num-workers 0.")
+                self._remarks.append(f"Workers: {changed} changed, but workers see the old value; set --num-workers 0.")
         elif changed is not None:
             self._end(f"{changed} changes, which worker processes would not see")
         elif unknown is not None:

@@ -205,5 +205,5 @@ def refusing_compilation() -> Iterator[None]:
             raise
         raise UserError(
             "--compile: the objective computes a gradient within its forward pass (as a gradient penalty does), but "
-            "compiled code has no second derivative; leave the flag out"
+            "torch.compile does not support second derivatives; leave the flag out"
         ) from error

@@ -67,7 +67,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
 def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progress, learning_rate: float) -> None:
     """Raises UnfitState if the state after a phase's first step cannot be saved; writes nothing.
 
-    outline: the built model's dtypes and shapes. learning_rate: value of `--lr`. All processes must call this function.
+    outline: the built model's dtypes and shapes. learning_rate: the peak. All processes must call this function.
     """
     group.activity.enter("saving")
 
@@ -162,26 +162,21 @@ def diverged(model: nn.Module, weights: Mapping[str, Tensor]) -> list[str]:
     return not_finite(weights, may_be_infinite=dict(model.named_buffers()))
 
 
-def refuse_non_finite(
-    learner: Learner, weights: Mapping[str, Tensor], progress: Progress, learning_rate: float
-) -> None:
-    """Raises UnfitState if a weight is not finite or a buffer contains NaN. learning_rate: value of `--lr`."""
+def refuse_non_finite(learner: Learner, weights: Mapping[str, Tensor], progress: Progress, peak: float) -> None:
+    """Raises UnfitState if a weight is not finite or a buffer contains NaN. peak: peak learning rate."""
     model = learner.objective.model
     bad = diverged(model, weights)
     if not bad:
         return
-    buffers = dict(model.named_buffers())
-    if all(name in buffers for name in bad):
+    if set(bad) <= dict(model.named_buffers()).keys():
         raise UnfitState(
-            f"NaN in buffer(s) {', '.join(bad[:3])} after optimizer step {progress.step}, so nothing is saved; earlier "
-            "checkpoints are intact; if a buffer contains NaN from the start, initialise it with other values"
+            f"NaN in buffer(s) {', '.join(bad[:3])} after optimizer step {progress.step}, so this state is not saved; "
+            "earlier checkpoints are intact; if a buffer contains NaN from the start, initialise it with other values"
         )
-    position = progress.position
-    epoch = position.epoch if position.at_epoch_start else position.epoch + 1
+    epoch = progress.position.epoch + (0 if progress.position.at_epoch_start else 1)
     raise UnfitState(
         f"training diverged: non-finite values in {', '.join(bad[:3])} after optimizer step {progress.step} (epoch "
-        f"{epoch}), so nothing is saved; earlier checkpoints are intact; lower --lr {learning_rate:g}, lengthen "
-        f"--warmup-epochs, or set a smaller norm with --max-grad-norm (now {learner.max_grad_norm:g}; 0 does not clip)"
+        f"{epoch}), so this state is not saved; earlier checkpoints are intact; {learner.advice_if_diverged(peak)}"
     )
 
 

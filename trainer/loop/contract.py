@@ -81,7 +81,7 @@ def check_task(task: Task) -> None:
         raise UserError(f"{name}.monitor {monitor}: must be a metric and 'max' or 'min', like ('val/accuracy', 'max')")
     headline: Any = task.headline
     if not isinstance(headline, tuple | list) or any(re.match("(train|val|test)/", str(each)) for each in headline):
-        raise UserError(f"{name}.headline {headline!r}: must name metrics, but no split, such as ('loss', 'accuracy')")
+        raise UserError(f"{name}.headline {headline!r}: must be metrics without a split, such as ('loss', 'accuracy')")
     splits = task.splits()
     if not isinstance(splits, Mapping):
         raise UserError(f"{name}.splits: must return a mapping from names to data sets, not a {type(splits).__name__}")
@@ -183,8 +183,8 @@ def check_same_parameters(objective: nn.Module, group: Group, where: str) -> Non
         return
     expected, found = next(pair for pair in zip_longest(models[0], models[rank]) if pair[0] != pair[1])
     raise UserError(
-        f"{where}: makes different parameters on rank {rank} and rank 0, or orders them differently: "
-        f"{found} where rank 0 has {expected}; build the same model on all ranks, without iterating over a set"
+        f"{where}: makes different parameters on rank {rank} and rank 0, or orders them differently: rank {rank} "
+        f"has {found}, but rank 0 has {expected}; build the same model on all ranks, without iterating over a set"
     )
 
 
@@ -221,8 +221,8 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
         )
         if (name := next(changed, None)) is not None:
             raise UserError(
-                f"{forward_name(objective, phase)} changes the parameter {name} differently on each process; leave "
-                "that to the optimizer, or to `after_step` of a task's objective"
+                f"{forward_name(objective, phase)} changes the parameter {name}, but each rank would change it "
+                "differently; change parameters only in the optimizer, or in `after_step` of a task's objective"
             )
         learner.buffers.learn(changes(), objective, strategy.group)
         (sums["loss"] * 0).backward()

@@ -35,7 +35,7 @@ def refuse_joint(objective: Objective, strategy: Strategy, compiles: bool) -> No
     if strategy.exchanges_in_forward:
         raise UserError(f"--multi-gpu fsdp: {name} may use parameters while they are sharded; use --multi-gpu ddp")
     if compiles:
-        raise UserError(f"--compile: {name} repeats each forward pass, but compiled repeats may differ; omit --compile")
+        raise UserError(f"--compile: {name} runs forward passes twice, but compiled passes may differ; omit --compile")
 
 
 class JointForward(nn.Module):

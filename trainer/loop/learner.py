@@ -52,6 +52,11 @@ class Learner:
     def num_parameters(self) -> int:
         return sum(p.numel() for p in self.objective.parameters())
 
+    def advice_if_diverged(self, peak: float) -> str:
+        """Returns advice for error messages, naming flags that can prevent divergence. peak: peak learning rate."""
+        clipping = f"stronger gradient clipping (--max-grad-norm, now {self.max_grad_norm:g}; 0 means no clipping)"
+        return f"use a lower --lr (peak learning rate now {peak:g}), a longer warm-up (--warmup-epochs), or {clipping}"
+
     def set_trained(self, params: Mapping[str, Sequence[nn.Parameter]]) -> None:
         """Sets the parameters that each phase trains; other parameters get no gradients."""
         self.params = {phase: list(own) for phase, own in params.items()}

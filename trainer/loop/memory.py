@@ -145,7 +145,7 @@ class MemoryGuard:
             raise RestartNeeded(again, asdict(self.limit))
         self._remember()
         sparing = "--batch-size {0.batch_size} --global-batch-size {0.global_batch_size}".format(self.splits[phase])
-        say(f"{account[0].upper()}{account[1:]}: retrying with {change}; {sparing} avoids the failed attempt.")
+        say(f"{account[0].upper()}{account[1:]}: retrying with {change}; in new runs, {sparing} avoids such a failure.")
 
     def _halve(self, phase: int) -> str:
         """Halves samples per forward in all phases; returns a description of the change to `phase`.

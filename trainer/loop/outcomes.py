@@ -110,5 +110,5 @@ class StepOutcomes(Watch):
             )
         return UnfitState(
             f"training diverged: {account}; {in_vain}the step was not applied, and earlier checkpoints are intact; "
-            f"{self._advice}, check these samples{skip}"
+            f"{self._advice}; also check these samples{skip}"
         )

@@ -199,7 +199,7 @@ def take_step(optimizer: torch.optim.Optimizer) -> None:
         if "closure" in told.lower() or told == "'NoneType' object is not callable":
             raise UserError(
                 f"the optimizer {name} needs a closure that evaluates the loss again, which is not supported "
-                f"({reason(error)}); use another optimizer, or for SAM its base optimizer with --sam-rho"
+                f"({reason(error)}); use another optimizer; instead of SAM, use its base optimizer with --sam-rho"
             ) from error
         in_parts = any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
         if in_parts and any(word in told for word in _OF_PARTS):
