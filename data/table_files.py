@@ -342,4 +342,4 @@ def _parquet_lines(content: IO[bytes], where: str) -> Iterator[Line]:
     except ValueError as error:  # pyarrow's errors are ValueErrors
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{where}: is a damaged parquet file ({str(error)[:80]}); download it again") from None
+        raise UserError(f"{where}: damaged parquet file ({str(error)[:80]}); download it again") from None

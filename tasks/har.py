@@ -78,32 +78,32 @@ class HarFlags(FlagGroup):
         "folder in --cache-dir); an earlier download is reused", common=True,
     )  # fmt: skip
     subject_column: str | None = flag(
-        None, "your recordings: subject column (default: recognised by its name)", metavar="COLUMN"
+        None, "with your recordings: subject column (default: recognised by its name)", metavar="COLUMN"
     )
     label_column: str | None = flag(
-        None, "your recordings: activity column (default: recognised by its name)", metavar="COLUMN"
+        None, "with your recordings: activity column (default: recognised by its name)", metavar="COLUMN"
     )
     channels: tuple[str, ...] | None = flag(
-        None, "your recordings: columns to use as channels (default: all columns of numbers, except subject, label, "
-        "trial, time, row number, location and device)", metavar="COLUMN",
+        None, "with your recordings: columns to use as channels (default: all columns of numbers, except subject, "
+        "label, trial, time, row number, location and device)", metavar="COLUMN",
     )  # fmt: skip
-    encoding: str | None = flag(None, f"your recordings: {ENCODING}", metavar="NAME")
+    encoding: str | None = flag(None, f"with your recordings: {ENCODING}", metavar="NAME")
     on_bad: OnBad = flag(
         "refuse", "your recordings and --predict: what to do with a row that lacks a channel's value; refuse: stop "
         "with an error; drop: drop the row and split the recording there; interpolate: fill gaps of up to 25 rows, "
         "and drop longer gaps",
     )  # fmt: skip
     rate: float | None = flag(
-        None, "your recordings: sampling rate in rows per second (default: from a time column, otherwise 50)",
+        None, "with your recordings: sampling rate in rows per second (default: from a time column, otherwise 50)",
         metavar="HZ", above=0,
     )  # fmt: skip
-    window: int | None = flag(None, "your recordings: rows per window (default: 128)", metavar="ROWS", at_least=8)
+    window: int | None = flag(None, "with your recordings: rows per window (default: 128)", metavar="ROWS", at_least=8)
     hop: int | None = flag(
-        None, "your recordings: rows from the start of one window to the next (default: half of --window)",
+        None, "with your recordings: rows from the start of one window to the next (default: half of --window)",
         metavar="ROWS", at_least=1,
     )  # fmt: skip
     test_subjects: tuple[str, ...] | None = flag(
-        None, "your recordings: subjects of the test set (default: every fifth subject)", metavar="ID"
+        None, "with your recordings: subjects of the test set (default: every fifth subject)", metavar="ID"
     )
     num_val_subjects: int | None = flag(
         None, "number of training subjects to hold out for validation; --seed chooses them (default: 4; for your "

@@ -40,7 +40,7 @@ Panels = Mapping[str, Sequence[int]]
 
 
 def panels_of(channels: Sequence[str]) -> Panels:
-    """Returns up to MOST_PANELS panels: first three-axis sensors, then single channels."""
+    """Returns up to MOST_PANELS panels: three-axis sensors first, then single channels."""
     if tuple(channels) == SIGNALS:
         return {name: range(3 * i, 3 * i + 3) for i, name in enumerate(UCI_PANELS)}
     num_triplets = triplets_first(channels)[1]

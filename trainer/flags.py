@@ -313,7 +313,7 @@ class CheckpointFlags(FlagGroup):
         "weights were loaded and which were not", metavar="CHECKPOINT", from_record="refused",
     )  # fmt: skip
     fresh: bool = flag(
-        False, "start a new run instead of resuming; first move any existing run to a subfolder previous-N of "
+        False, "start a new run instead of resuming; any existing run is first moved to a subfolder previous-N of "
         "--save-dir", common=True, from_record="ignored", excludes=("resume_from",),
     )  # fmt: skip
     eval_only: bool = flag(

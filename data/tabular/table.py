@@ -57,7 +57,7 @@ class Column:
 
     @classmethod
     def of_codes(cls, name: str, codes: np.ndarray, texts: Iterable[str]) -> "Column":
-        """Builds a column from integer indices (n,) into texts, which may contain duplicates."""
+        """Builds a column from `texts`, which may contain duplicates, and integer indices (n,) of these."""
         stripped = [text.strip() for text in texts]
         present = tuple(sorted(set(stripped) - MISSING))
         place = {text: float(i) for i, text in enumerate(present)}
