@@ -98,7 +98,7 @@ class LeftOut:
             self.found[action, kind] = before + num, first
 
     def counts(self) -> dict[str, int]:
-        """Returns the count of each kind of input, keyed by a description with the first example."""
+        """Returns how many inputs of each kind there are; a key describes the kind and shows its first example."""
         return {f"{kind}, such as {first}": num for (_, kind), (num, first) in self.found.items()}
 
     def remarks(self) -> list[str]:

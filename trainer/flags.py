@@ -338,7 +338,7 @@ class SeveralFlags(FlagGroup):
     seeds: int = flag(
         1, "train N runs with consecutive seeds; the first seed is --seed; report the mean and standard deviation of "
         "the scores, and the ensemble's scores; each GPU trains one run at a time; on the CPU, each run takes one "
-        "core, or --num-threads cores, and as many runs as fit train at once", metavar="N", common=True, at_least=1,
+        "core, or --num-threads cores; runs share all cores", metavar="N", common=True, at_least=1,
     )  # fmt: skip
     folds: int = flag(
         0, "train K runs for K-fold cross-validation; each run is scored on the fold of the training data that it "
@@ -399,9 +399,9 @@ class ExportFlags(FlagGroup):
 
     recorded: ClassVar = False
     export: Path | None = flag(
-        None, "do not train: export the model to this .pt2 file; torch.export writes a program that runs without this "
-        "trainer; it has the best weights of --save-dir, or the weights of --resume-from", metavar="FILE", common=True,
-        from_record="refused", excludes=NOT_WITH_A_USE, displaces=("resume_from",),
+        None, "do not train: export the model to this .pt2 file; a program of torch.export that runs without this "
+        "trainer, with the best weights of --save-dir or, if given, the weights of --resume-from", metavar="FILE",
+        common=True, from_record="refused", excludes=NOT_WITH_A_USE, displaces=("resume_from",),
     )  # fmt: skip
 
     def problems(self) -> list[str]:

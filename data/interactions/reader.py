@@ -57,9 +57,9 @@ def load_interactions(
     order is time order.
 
     path: a file, plain or compressed with gzip, bzip2 or xz; or a folder, `.zip` or `.tar.gz` that contains
-    `ratings.dat`, `u.data` or `ratings.csv`, or else a single table (`TABLES`), or files with equal columns for
-    training, validation and test (`parts_of`). k_core: users and items with fewer than k_core interactions are dropped
-    repeatedly; 1 or less keeps all.
+    `ratings.dat`, `u.data` or `ratings.csv`, or else a single table (`TABLES`), or training, validation and
+    test files with the same columns (`parts_of`). k_core: drops users and items with fewer than k_core interactions
+    until all have as many; 1 or less keeps all.
 
     Raises UserError if the file is missing, ambiguous or damaged, has an unreadable line or unknown columns, or if the
     k-core is empty.

@@ -204,8 +204,8 @@ def _read_graph(files: DataFiles, num_items: int) -> tuple[np.ndarray, tuple[str
     _check_ids(numbers, "tail", tails, entities, num_entities, "entity_list.txt")
     if not (triples[:, [0, 2]] < num_items).any():
         raise UserError(
-            f"{file.where}: none of its {len(triples)} triples contains an item (an id below {num_items}); give the "
-            "graph of these items"
+            f"{file.where}: none of its {len(triples)} triples contains an item of the interactions (an id below "
+            f"{num_items}); give the graph of these items"
         )
     triples = triples[np.lexsort(triples.T[::-1])].astype(np.int32)
     is_new = np.append(True, (np.diff(triples, axis=0) != 0).any(axis=1))

@@ -114,12 +114,12 @@ class Augmenter:
         return length_at(lengths, self.changes(epoch, index)[0])
 
     def word_percent(self, epoch: int, index: np.ndarray, num_words: int) -> np.ndarray:
-        """Returns the duration of each recording of n strings, in percent of the original: (n, num_words) int64."""
+        """Returns durations in percent of the original, (n, num_words) int64, for each recording in n strings."""
         draws = uniform(self._seed, epoch, index, (num_words,), _WORD_STREAM)
         return _percent(self._strength.word_speed_percent, draws)
 
     def rooms(self, epoch: int, index: np.ndarray, num_words: int) -> Noise:
-        """Returns parameters (n, num_words) of the room noise in each recording of n strings."""
+        """Returns room-noise parameters of shape (n, num_words), one for each recording in each of n strings."""
         draws = uniform(self._seed, epoch, index, (3 + num_words,), _ROOM_STREAM)
         has_room, ratio, colour = (draws[:, i : i + 1].repeat(num_words, axis=1) for i in range(3))
         noise = Noise.drawn(self._strength.room_snr_db, ratio, draws[:, 3:], colour)

@@ -43,9 +43,9 @@ def load_corpus(
         contains one archive and no sound files.
     sample_rate: rate in Hz to which all files are resampled; None: the files' most frequent rate or, among equally
         frequent rates, the highest.
-    reading: `on_bad` says whether to refuse the first unusable utterance, or to drop and count unusable
-        utterances. An utterance is unusable if its file is missing, unreadable or empty, if it has no readable
-        transcript, or if its duration differs from the manifest's by more than half.
+    reading: `on_bad` says whether to raise UserError at the first unusable utterance, or to drop and count them. An
+        utterance is unusable if its file is missing, unreadable or empty, if it has no readable transcript, or if its
+        duration differs from the manifest's by more than half.
 
     Raises UserError, with file, line and value, for an invalid corpus, for a recording that is listed twice, and if no
     utterance is usable.

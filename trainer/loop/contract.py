@@ -169,7 +169,7 @@ def check_helpers(objective: Objective, where: str, num_replicas: int) -> None:
                 "copy (copy.deepcopy)"
             )
         if num_replicas > 1:
-            raise UserError(f"{where}: has the helper {name!r}, which --multi-gpu dp cannot copy; use --multi-gpu ddp")
+            raise UserError(f"{where}: --multi-gpu dp cannot copy the helper module {name!r}; use --multi-gpu ddp")
 
 
 def check_same_parameters(objective: nn.Module, group: Group, where: str) -> None:

@@ -70,8 +70,8 @@ def num_cores() -> int:
 def half_precision(device: torch.device) -> str:
     """Returns the half-precision type that is fast on a device: "bf16", "fp16", or "off" for none.
 
-    GPUs are fast in bf16 from compute capability 8.0, and in fp16 below 8.0. A CPU without bf16 instructions is about
-    ten times slower in bf16 than in float32.
+    That is bf16 on GPUs of compute capability 8.0 or higher, and fp16 on older GPUs. A CPU without bf16 instructions is
+    about ten times slower in bf16 than in float32.
     """
     if device.type != "cuda":
         return "off"
