@@ -11,6 +11,7 @@ from torch import nn
 from tests.conftest import assert_same_bits
 from tests.helpers.stateful_task import KINDS, WIDTH, build
 from trainer.common.errors import UserError
+from trainer.common.torch_private import RNN_CACHES
 from trainer.loop.buffers import ForwardState
 from trainer.loop.module_state import WholeState, leaving_no_trace, outline, persistent_buffers
 from trainer.parallel.strategy import SingleDevice
@@ -339,3 +340,12 @@ def test_the_device_decides_about_tensors(applied, kind):
     for name in tensors:
         assert not torch.equal(before[name], changed[name])
         assert torch.equal(getattr(layer, name), changed[name] if applied else before[name])
+
+
+def test_lists_of_weights_that_torch_keeps_are_not_the_users():
+    """FSDP replaces the weights before each forward pass, and LSTM updates the lists by itself."""
+    lstm = nn.LSTM(2, 3)
+    before = outline(lstm)
+    assert RNN_CACHES <= vars(lstm).keys()
+    lstm._flat_weights, lstm._flat_weight_refs = [], []
+    assert outline(lstm) == before

@@ -28,6 +28,8 @@ foreach_copy_: Callable[..., Any] = torch._foreach_copy_  # accepts parameters w
 BATCH_NORMS: Any = nn.modules.batchnorm._BatchNorm
 NOT_PERSISTENT = "_non_persistent_buffers_set"
 """Attribute of a module with the names of its non-persistent buffers."""
+RNN_CACHES = frozenset(["_flat_weights", "_flat_weight_refs"])
+"""Attributes of nn.RNN, nn.LSTM and nn.GRU that list the current weights."""
 
 
 def num_writes(tensor: Tensor) -> int:

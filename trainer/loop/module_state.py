@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 
 from trainer.common.errors import UserError
-from trainer.common.torch_private import NOT_PERSISTENT, names_not_persistent, num_writes, own_buffers
+from trainer.common.torch_private import NOT_PERSISTENT, RNN_CACHES, names_not_persistent, num_writes, own_buffers
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {NOT_PERSISTENT}
+_OF_TORCH = RNN_CACHES.union(vars(nn.Module())) - {NOT_PERSISTENT}
 _CONTAINERS = frozenset([list, set, dict, deque, OrderedDict, defaultdict, Counter])
 _CONTAINERS_AND_TUPLES = (list, tuple, set, dict, deque)
 _LARGEST_OUTLINED = 2**12
