@@ -390,7 +390,7 @@ class PredictFlags(FlagGroup):
             return [f"{given}: works only with --predict; leave it out"]
         if target == self.predict.resolve():
             return [f"{given}: would overwrite the input; name another file"]
-        return _problems_of_target(given, target)
+        return _problems_of_target(given, self.output)
 
 
 @dataclass
@@ -407,14 +407,15 @@ class ExportFlags(FlagGroup):
     def problems(self) -> list[str]:
         if self.export is None:
             return []
-        given, target = f"--export {self.export}", self.export.resolve()
-        if target.suffix != ".pt2":
+        given = f"--export {self.export}"
+        if self.export.suffix != ".pt2":
             return [f"{given}: must end in .pt2 (torch.onnx.export converts a .pt2 file to .onnx)"]
-        return _problems_of_target(given, target)
+        return _problems_of_target(given, self.export)
 
 
-def _problems_of_target(given: str, target: Path) -> list[str]:
-    if target.exists() and not target.is_file():
+def _problems_of_target(given: str, path: Path) -> list[str]:
+    target = path.resolve()
+    if str(path) == "-" or (path.exists() and not path.is_file()):  # such as /dev/stdout, if it is a pipe
         return [f"{given}: is not a file; name a file"]
     if not target.parent.is_dir():
         return [f"{given}: there is no folder {target.parent}; create it first"]

@@ -281,6 +281,7 @@ def test_reader_that_has_seen_enough(trained, windows, environment, tmp_path):
         (["--predict", "{tmp}"], "--predict {tmp}: Is a directory; give a file with recordings"),
         (["--output", "{tmp}/no/x.csv"], "--output {tmp}/no/x.csv: there is no folder {tmp}/no; create it first"),
         (["--output", "{tmp}"], "--output {tmp}: is not a file; name a file"),
+        (["--output", "-"], "--output -: is not a file; name a file"),
         (["--output", "/dev/null"], "--output /dev/null: is not a file"),
         (["--output", "{tmp}/walk.npy"], "--output {tmp}/walk.npy: would overwrite the input"),
         (["--save-dir", "{tmp}/none"], "--save-dir {tmp}/none: contains no intact checkpoint to use"),
