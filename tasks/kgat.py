@@ -118,7 +118,7 @@ class KgatFlags(FlagGroup):
     )  # fmt: skip
     l2: float | None = flag(
         None, "factor of the L2 penalty; each pair of a user and one of the user's items adds half the sum of squares "
-        "of their embeddings; with --loss bpr, this sum includes the embedding of the random other item (default: "
+        "of their embeddings; with --loss bpr, this sum also includes a random other item's embedding (default: "
         "depends on --model and --loss)", at_least=0, needs=_TRAINED,
     )  # fmt: skip
     kg_l2: float = flag(

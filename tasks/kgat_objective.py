@@ -95,7 +95,8 @@ class KgatObjective(RankingObjective):
         log_shares = F.log_softmax(found.users @ found.items.T, dim=1).gather(1, items)
         of_users = found.penalised_users.square().sum(1) * is_real.sum(1)
         of_items = found.penalised_items.square().sum(1)[items] * is_real
-        return -(log_shares * is_real).sum(), of_users.sum() + of_items.sum()
+        exact = torch.promote_types(log_shares.dtype, torch.float32)
+        return -(log_shares * is_real).sum(dtype=exact), of_users.sum() + of_items.sum()
 
     def _bpr(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Returns the "bpr" loss of (user, item, random item) samples, and the sum of squares for the L2 penalty."""

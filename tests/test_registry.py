@@ -92,6 +92,21 @@ def test_a_task_in_a_package_imports_its_neighbours(form, run_here, tmp_path):
     run_here("--task", name, "--save-dir", tmp_path / "run", "--eval-only")
 
 
+@pytest.mark.parametrize(
+    ("package", "content", "told"),
+    [
+        ("tasks", "", "another package has the name tasks; rename this package to import from it"),
+        ("broken", "import no_such_module", "No module named 'no_such_module'"),
+    ],
+)
+def test_a_package_that_cannot_be_imported_is_named(package, content, told, run_here, tmp_path):
+    folder = tmp_path / package
+    folder.mkdir()
+    (folder / "__init__.py").write_text(content)
+    (folder / "arms.py").write_text("from .points import NUM")
+    assert told in run_here("--task", f"{folder / 'arms.py'}:Arms", status=2).err
+
+
 def test_names_and_classes_are_those_of_the_registry(monkeypatch):
     assert registry.workloads() is TASKS and registry.default_task() == "har"
     assert registry.find_task("har") is HarTask and registry.name_of(HarTask) == "har"

@@ -259,6 +259,14 @@ def test_goes_on_with_other_data_and_says_so(tmp_path, capsys):
     assert run.state == "finished"
 
 
+def test_a_loss_only_in_training_is_refused_before_it(tmp_path):
+    def loss(model, batch):
+        return {"loss" if model.training else "other": nll(model, batch)}
+
+    with pytest.raises(UserError, match="fit: the loss in eval mode returns other, but must return 'loss'"):
+        fit(tmp_path, loss=loss, val=VAL)
+
+
 def test_a_finished_run_has_no_results_of_other_data(tmp_path):
     fit(tmp_path, val=VAL)
     with pytest.raises(UserError, match=r"a finished run on other data, with --lr .* instead of .*; choose another"):
@@ -279,7 +287,7 @@ def test_losses_of_few_digits_are_added_in_float32(dtype, tmp_path):
 
 def test_a_monitor_that_is_never_a_number_is_named(tmp_path, capsys):
     fit(tmp_path, loss=lambda model, batch: nll(model, batch) * (1.0 if model.training else torch.nan), val=VAL)
-    assert "No validation had a finite val/loss; scoring the last weights." in capsys.readouterr().out
+    assert "No finite val/loss of a checkpoint is known; scoring the last weights." in capsys.readouterr().out
 
 
 def test_a_workload_by_its_name(tmp_path):

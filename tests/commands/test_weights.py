@@ -75,7 +75,7 @@ def test_what_is_neither_is_refused(flag, content, refused, tmp_path):
     [
         (
             "x.ckpt",
-            {"epoch": 3, "state_dict": {"a": torch.ones(1)}},
+            {"mean": torch.ones(2), "state_dict": {"a": torch.ones(1)}},
             "; save its entry 'state_dict' as",
         ),
         ("x.safetensors", None, ": torch cannot load it; convert it with safetensors and torch.save"),

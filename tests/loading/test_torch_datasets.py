@@ -174,7 +174,7 @@ def test_a_collate_of_ones_own_makes_a_batch_of_items(pad, names):
         ([(1, 2)], None, "items have 2 value(s); give each its own name"),
         ([(1, 2)], ("image", "label", "more"), "items have 2 value(s)"),
         ([1], None, "items have 1 value(s)"),
-        ([{"image": 1}], ("image",), "have names already, image; leave `names` out"),
+        ([{"image": 1}], ("image",), "have names already (image); omit `names`"),
         ([np.zeros(2), np.zeros(3)], ("row",), "cannot be stacked into a batch"),
         ([object()], ("thing",), "pass `collate`"),
     ],

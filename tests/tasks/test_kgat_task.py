@@ -174,6 +174,12 @@ def test_recommends_what_a_user_has_not_with_the_path_that_explains_it(data, run
             assert_is_path(row["path"].split(), edges)
 
 
+@pytest.mark.parametrize("model", ["kgat", "lightgcn"])
+def test_bf16_trains_on_a_cpu(model, data, run_here, tmp_path):
+    argv = ["--task", "kgat", "--data-dir", data, "--model", model, "--max-steps", 1, "--save-dir", tmp_path / "run"]
+    run_here(*argv, "--amp", "bf16", "--device", "cpu")
+
+
 def test_a_run_on_named_users_labels_its_own_sample(run_here, tmp_path):
     names = ['ann "a", b', "bob", "carl"]
     rows = [[name, f"i{item}", item] for name in names for item in range(9)]

@@ -64,7 +64,7 @@ def read_checkpoint(path: Path, label: str, only_weights: bool = False, verified
         )
     if not _are_weights(state.get("model")):
         also = ", and is not a state dict either" if only_weights else ""
-        if with_weights := [name for name, value in state.items() if only_weights and value and _are_weights(value)]:
+        if with_weights := [name for name, value in state.items() if only_weights and _are_weights(value) and value]:
             also += f"; save its entry {brief(with_weights[0])} as a file with torch.save, and give that file"
         raise UserError(f"{label}: is not a checkpoint: it has no entry `model` with weights{also}")
     try:

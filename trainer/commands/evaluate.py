@@ -59,8 +59,8 @@ def score(run: Run, no_test: bool, baselines: Mapping[str, Baseline] | None = No
             weights = best
         else:
             monitor = run.task.monitor[0]
-            lack = "No intact best checkpoint was found" if progress.best else f"No validation had a finite {monitor}"
-            run.log.say(f"{lack}; scoring the last weights.")
+            lack = "intact best checkpoint was found" if progress.best else f"finite {monitor} of a checkpoint is known"
+            run.log.say(f"No {lack}; scoring the last weights.")
     metrics = {} if on_test or (has_validation and not weights["is_best"]) else progress.scores
     if not metrics:
         sums = {"test": evaluate(run, "test")} if on_test else validate(run)

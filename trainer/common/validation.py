@@ -97,20 +97,25 @@ def _import_file(path: Path, given: str, comes_first: bool) -> ModuleType:
         _put_first.append(folder)
     elif folder not in sys.path:
         sys.path.append(folder)
+    parts = path.relative_to(root).with_suffix("").parts
+    name, hint = ".".join(parts), ""
+    if not _is_found(parts[0], root / parts[0] / "__init__.py" if parts[1:] else path):
+        name = "file" + re.sub(r"\W", "_", str(path))
+        hint = f"; another package has the name {parts[0]}; rename this package to import from it" if parts[1:] else ""
     try:
-        name = _module_name(path, ".".join(path.relative_to(root).with_suffix("").parts))
+        if "." in name:
+            return importlib.import_module(name)
         return sys.modules[name] if name in sys.modules else _execute(path, name)
     except (ImportError, SyntaxError, SystemExit) as error:
-        raise UserError(f"{given}: cannot import {path}: {type(error).__name__}: {error}") from None
+        raise UserError(f"{given}: cannot import {path}: {type(error).__name__}: {error}{hint}") from None
 
 
-def _module_name(path: Path, usual: str) -> str:
-    """Returns `usual` if Python can import the file under this name; otherwise, a name made from the full path."""
+def _is_found(name: str, path: Path) -> bool:
+    """Returns whether Python finds a file under a name without dots."""
     with suppress(ImportError, ValueError):
-        spec = importlib.util.find_spec(usual)
-        if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path:
-            return usual
-    return "file" + re.sub(r"\W", "_", str(path))
+        spec = importlib.util.find_spec(name)
+        return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path
+    return False
 
 
 def _execute(path: Path, name: str) -> ModuleType:

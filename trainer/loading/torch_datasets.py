@@ -141,7 +141,7 @@ class KeyedItems:
         where = f"{self.source.removesuffix(')')}, names={self.names})"
         own_names = batch if isinstance(batch, Mapping) else getattr(batch, "_fields", None)
         if own_names is not None and self.names is not None:
-            raise UserError(f"{where}: its items have names already, {', '.join(own_names)}; leave `names` out")
+            raise UserError(f"{where}: its items have names already ({', '.join(map(str, own_names))}); omit `names`")
         if isinstance(batch, Mapping):
             return dict(batch)
         parts = batch if isinstance(batch, tuple | list) else (batch,)

@@ -135,12 +135,13 @@ class _Events:
     def __init__(self, folder: Path, suffix: str = "") -> None:
         folder.mkdir(parents=True, exist_ok=True)
         unique = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(self._numbers)}"
-        self._file = (folder / f"events.out.tfevents.{unique}{suffix}").open("xb", buffering=0)
+        self._file = (folder / f"events.out.tfevents.{unique}{suffix}").open("xb")
         self.write(file_version="brain.Event:2")
 
     def write(self, **fields: Any) -> None:
         """Writes an event with the given fields of the protocol buffer `Event`, and the current time."""
         RecordWriter(self._file).write(Event(wall_time=time.time(), **fields).SerializeToString())
+        self._file.flush()
 
     def close(self) -> None:
         self._file.close()

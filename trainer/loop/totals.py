@@ -124,8 +124,8 @@ def require_sums(sums: object, objective: nn.Module, phase: str | None) -> None:
     elif "weight" in sums:
         problem = "returns 'weight', a name reserved for the number of loss terms; rename it"
     elif coarse := [name for name, value in sums.items() if getattr(value, "dtype", None) in COARSE]:
-        problem = f"returns {coarse[0]!r} in {sums[coarse[0]].dtype}; sum in float32, with .sum(dtype=torch.float32)"
-    elif phase and "loss" not in sums:
+        problem = f"returns {coarse[0]!r} in {sums[coarse[0]].dtype}; sum in at least float32, as with .double().sum()"
+    elif (phase or getattr(objective, "given_as", None)) and "loss" not in sums:
         problem = f"returns {', '.join(sums) or 'nothing'}, but must return 'loss'"
     elif phase and sums["loss"].dim() > 0:
         shape = tuple(sums["loss"].shape)

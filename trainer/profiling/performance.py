@@ -35,7 +35,7 @@ class PerformanceProfiler:
 
     loader: iterable of batches; at most `MOST_BATCHES` are read. A batch is a tensor, a pair (inputs, targets), or a
     mapping of tensors, for which the model returns a mapping with "loss". Dim 0 is the batch dimension. loss: function
-    of output and targets; default: the model's "loss" or else the sum of its output. device: device to measure on;
+    of output and targets; default: the output's "loss" or else the output's sum. device: device to measure on;
     default: the model's device. repeats: number of measurements, after `warm_up` measurements that do not count.
 
     Results are plain dictionaries with units in their keys. Times are reported as median, 10th and 90th percentile; on

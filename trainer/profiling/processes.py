@@ -97,7 +97,7 @@ def measure_in(world: World, argv: Sequence[str], tool: type[FlagGroup], measure
     job = partial(_measure_here, workloads(), world, list(argv), tool, measurement)
     status, result = run_job(job, world.num_devices if world.mode in forms.PER_PROCESS else 1)
     if status != 0:
-        raise Failure(f"the measurement of {world} ended with exit status {status}", status)
+        raise Failure(f"the measurement of mode {world} ended with exit status {status}", status)
     return result
 
 
