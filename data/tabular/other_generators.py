@@ -162,7 +162,7 @@ class OtherTables:
     """Data set of synthetic tables. Table i depends only on (seed, i), and FAMILIES[i % len(FAMILIES)] generates it.
 
     num_context, num_queries: numbers of context and query rows per table. most_classes: largest number of classes per
-    table; excess classes are merged. Batches are like those of `PriorTables`.
+    table; excess classes are merged. Batches have the format of `PriorTables`.
     """
 
     def __init__(

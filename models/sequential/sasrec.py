@@ -188,7 +188,7 @@ class Block(nn.Module):
         self.attention_connection, self.feed_forward_connection = connections
 
     def forward(self, x: Tensor, *relations: Any, last: Tensor | None = None) -> Tensor:
-        """Returns all states, or only that of step last[b] of each sequence b. relations: more inputs of attention."""
+        """Returns all states, or one per sequence b, at step last[b]. relations: more inputs of attention."""
         x = self.attention_connection(x, lambda query, context: self.attention(query, context, *relations, last), last)
         return self.feed_forward_connection(x, lambda query, _: self.feed_forward(query))
 

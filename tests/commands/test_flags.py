@@ -260,7 +260,7 @@ def test_a_task_whose_flags_are_none_or_the_trainers_own_is_refused(refused, tmp
     refused(["Bare must define build_objective, splits"], "--task", f"{tmp_path}/odd.py:Bare")
     refused(["Odd.Config must be a dataclass that declares the task's flags"], "--task", f"{tmp_path}/odd.py:Odd")
     refused(
-        ["the trainer already has flags named --epochs; rename those of the task"],
+        ["the trainer already has flags named --epochs; rename the task's flags"],
         "--task",
         f"{tmp_path}/odd.py:Taking",
     )

@@ -183,7 +183,7 @@ def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[ty
         raise UserError(f"--task {task_name}: {task_type.Config.__name__}.{error}") from None
     if taken := sorted(options(*group_types).keys() & own.keys()):
         names = ", ".join(map(flag_name, taken))
-        raise UserError(f"--task {task_name}: the trainer already has flags named {names}; rename those of the task")
+        raise UserError(f"--task {task_name}: the trainer already has flags named {names}; rename the task's flags")
     if missing := ", ".join(sorted(task_type.__abstractmethods__)):
         raise UserError(f"--task {task_name}: {name} must define {missing}; see Task in trainer/task.py")
     # one folder per task, since a task cannot resume another task's run

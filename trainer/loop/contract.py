@@ -195,7 +195,7 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
     of 0. Raises UserError if the objective breaks the contract of `Objective`.
 
     DistributedDataParallel rebuilds its buckets after its first backward pass, which changes the order of summation.
-    Without a trial, the first step after a resume would use a different order from that of an uninterrupted run.
+    Without a trial, a resumed run would add its first step's gradients in another order than an uninterrupted run.
     """
     net, objective = learner.enter(phase), learner.objective
     with _leaving_no_trace(learner, net, strategy) as changes:

@@ -182,7 +182,7 @@ class Plan:
 
     @cached_property
     def samples_per_epoch(self) -> int:
-        """Samples per epoch: those of all phases or, if phases take turns, only those of the first phase."""
+        """Samples per epoch, added over all phases; if phases take turns, only the first phase counts."""
         return self.phase_sizes[0] if self.turns else sum(self.phase_sizes)
 
     @cached_property
