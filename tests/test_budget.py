@@ -7,7 +7,7 @@ from tests.helpers import budget
 
 LINES_AND_FILES = {
     "checkpoint": (1993, 7),
-    "commands": (3404, 15),
+    "commands": (3414, 15),
     "common": (973, 8),
     "failure": (667, 4),
     "loading": (1762, 11),

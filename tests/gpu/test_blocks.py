@@ -1,4 +1,4 @@
-"""Blocks that are computed anew in the backward on simulated GPUs."""
+"""Blocks that are recomputed in the backward pass on simulated GPUs."""
 
 import pytest
 

@@ -254,8 +254,7 @@ class Changes:
     @property
     def notes_on_data(self) -> list[str]:
         """A note if the digest of the data (`digest_of_data`) changed."""
-        then, now = self.then.get("data_digest"), self.now.get("data_digest")
-        if None in (then, now) or then == now:
+        if not has_other_data(self.then, self.now):
             return []
         return [
             "The split into training and held-out data differs from the checkpoint's, or the data changed, so scores "
@@ -367,6 +366,12 @@ def _is_same(then: Any, now: Any) -> bool:
     """Compares values as text, because JSON turns tuples into lists; a relative path equals its absolute path."""
     is_path = isinstance(then, str) and isinstance(now, str) and Path(now).is_absolute()
     return shown(then) == shown(now) or (is_path and Path(then).absolute() == Path(now))
+
+
+def has_other_data(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Returns whether two runs' facts contain different digests of the data; False if one has no digest."""
+    digests = then.get("data_digest"), now.get("data_digest")
+    return None not in digests and digests[0] != digests[1]
 
 
 def changed_since_last_start(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -20,7 +20,13 @@ from trainer.commands.baselines import find_baselines
 from trainer.commands.build import build_run, open_run, start_loading
 from trainer.commands.evaluate import better_can_be_scored, score
 from trainer.commands.flags import Flags
-from trainer.commands.resume import brings_another_run, changed_since_last_start, differences, starts_over
+from trainer.commands.resume import (
+    brings_another_run,
+    changed_since_last_start,
+    differences,
+    has_other_data,
+    starts_over,
+)
 from trainer.common.errors import UserError
 from trainer.common.files import DISK_FULL, refusing_disk_errors
 from trainer.common.process import command_of_main
@@ -134,8 +140,7 @@ def _is_finished(run: Run, flags: Flags) -> bool:
 def _say_finished(path: Path, facts: Mapping[str, Any], length: str, train_on: str) -> None:
     others = differences(changed_since_last_start(path, facts["config"]))
     others = f", with {others}" if others else ""
-    digests = read_config(path).get("data_digest"), facts.get("data_digest")
-    if None not in digests and digests[0] != digests[1]:
+    if has_other_data(read_config(path), facts):
         raise UserError(
             f"--save-dir {path}: contains a finished run on other data{others}; choose another --save-dir, or start "
             "over with --fresh"
