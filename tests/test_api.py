@@ -224,7 +224,7 @@ def test_history_holds_the_records_in_order(tmp_path):
 def test_all_mistakes_are_told_together(capsys, tmp_path):
     wrong = {
         "lrr": 1, "num_trian": 3, "epochs": 0, "lr": "fast", "fresh": "yes", "gpu_ids": [], "seeds": 2,
-        "predict": "x.csv", "resume_from": tmp_path / "none.pth", "hang_timeout_s": 5,
+        "predict": "x.csv", "resume_from": tmp_path / "none.pth", "hang_timeout_s": 5, "patience": 3,
     }  # fmt: skip
     with pytest.raises(trainer.UserError) as refusal:
         trainer.fit(Weighted, save_dir=tmp_path / "run", **wrong)
@@ -233,6 +233,7 @@ def test_all_mistakes_are_told_together(capsys, tmp_path):
         "--fresh 'yes': must be True or False", "--gpu-ids: needs at least one value", "seeds: fit trains one run",
         "predict: fit trains one run", "--epochs 0: must be at least 1", "--lr fast: must be a number",
         "--multi-gpu: needs a value", "none.pth: does not exist", "hang_timeout_s: was removed",
+        "patience: no such setting; did you mean plateau_patience or early_stopping_patience?",
     ]  # fmt: skip
     lines = str(refusal.value).splitlines()
     assert len(lines) == len(expected) and all(any(part in line for line in lines) for part in expected), lines
@@ -243,7 +244,7 @@ def test_all_mistakes_are_told_together(capsys, tmp_path):
 
 @pytest.mark.parametrize("given", [Weighted.Config, object()])
 def test_what_is_no_task_is_refused(given, tmp_path):
-    with pytest.raises(trainer.UserError, match=r"must be a subclass of trainer\.Task"):
+    with pytest.raises(trainer.UserError, match=r"must be an nn\.Module, a subclass of trainer\.Task"):
         trainer.fit(given, save_dir=tmp_path / "run")
 
 

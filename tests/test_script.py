@@ -476,7 +476,8 @@ def test_mistakes_are_named(settings, message, tmp_path):
     ("arguments", "message"),
     [
         ((net(), TRAIN), r"fit\(model, train, loss\): pass training data and a loss"),
-        (("har", TRAIN), "fit: too many positional arguments after 'har'; pass settings"),
+        (("har", TRAIN), "fit: too many positional arguments after the task; pass settings"),
+        ((net, TRAIN, nll), r"fit: <function net .*>: must be an nn.Module, a subclass of trainer.Task, or the name"),
         ((nn.Linear, TRAIN, nll), r"fit: Linear is a class, not a model; pass an instance, such as Linear\(...\)"),
     ],
 )

@@ -209,15 +209,16 @@ def _task_of(task: Any, script: Sequence[Any], settings: dict[str, Any]) -> type
             raise UserError("fit(model, train, loss): pass training data and a loss function after the model")
         train, loss = script
         return task_of(task, train, loss, settings)
+    found = find_task(task) if isinstance(task, str) else task
+    if not (isinstance(found, type) and issubclass(found, Task)):
+        raise UserError(f"fit: {found!r}: must be an nn.Module, a subclass of trainer.Task, or the name of a task")
     if script:
-        raise UserError(f"fit: too many positional arguments after {task!r}; pass settings by keyword")
-    return find_task(task) if isinstance(task, str) else task
+        raise UserError("fit: too many positional arguments after the task; pass settings by keyword")
+    return found
 
 
 def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[str], list[str], bool]:
     """Returns the settings as a command line, their errors, and whether they request several devices."""
-    if not (isinstance(task, type) and issubclass(task, Task)):
-        raise UserError(f"fit: {task!r}: must be a subclass of trainer.Task, the name of a task, or an nn.Module")
     given = {name: value for name, value in settings.items() if value is not None}
     if is_launched(os.environ):
         given = {"multi_gpu": forms.USUAL, **given}

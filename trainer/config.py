@@ -86,10 +86,12 @@ def flag_name(field_name: str) -> str:
 
 
 def hint(name: str, known: Iterable[str]) -> str:
-    """Suggests the known name most similar to an unknown name; leading dashes do not count."""
-    by_core = {other.lstrip("-"): other for other in known}
-    found = difflib.get_close_matches(name.lstrip("-"), by_core, n=1)
-    return f"did you mean {by_core[found[0]]}?" if found else "see --help"
+    """Suggests one or two known names that contain an unknown name as a word, or else the most similar known name."""
+    core, by_core = name.lstrip("-"), {other.lstrip("-"): other for other in known}
+    found = [other for other in by_core if core in re.split("[-_]", other)]
+    if len(found) not in (1, 2):
+        found = difflib.get_close_matches(core, by_core, n=1)
+    return f"did you mean {' or '.join(by_core[other] for other in found)}?" if found else "see --help"
 
 
 def shown(value: Any) -> str:
