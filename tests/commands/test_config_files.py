@@ -215,7 +215,7 @@ def test_help_shows_what_files_say(write, capsys):
         ("betas = [0.9, '0.99']", ['betas = [0.9, "0.99"]: must be a number']),
         ("batchsize = 4", ["batchsize: no such flag; did you mean batch-size?"]),
         ("learning-rate = 0.1", ["learning-rate: no such flag; see --help"]),
-        ("test = false", ["test: no such flag; did you mean no-test or test-subjects?"]),
+        ("test = false", ["test: no such flag; did you mean no-test or num-test?"]),
         ("config = ['x']\nlocal-rank = 0", ["config: is only for the command line", "local-rank: no such flag; "]),
         ("print-config = true\nhelp = 1", ["print-config: is only", "help: is only for the command"]),
         ("lr = 1\n[learning]\nlr = 2", ["learning is a table; write each setting on its own line"]),
