@@ -70,7 +70,7 @@ def _kind(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class NoRoom(DiskError):
-    """Raised if a checkpoint does not fit on disk; existing files are intact. problem: the message without advice."""
+    """Raised if a checkpoint does not fit on disk; existing files stay intact. problem: the message without advice."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"{problem}; free some space and run the same command again, or choose another folder")

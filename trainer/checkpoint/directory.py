@@ -44,7 +44,7 @@ METRICS = "metrics.jsonl"
 
 
 class RunDirectory:
-    """The folder `--save-dir` of a run, which this process locks. Only rank 0 uses this class.
+    """The `--save-dir` folder of a run, which this process locks. Only rank 0 uses this class.
 
     entries: the run's checkpoints, oldest first. earlier_attempt: config.json of an earlier attempt of this job, if
     torchrun restarted the job.
@@ -119,7 +119,7 @@ class RunDirectory:
             )
 
     def start_over(self) -> None:
-        """Moves the previous run to a folder `previous-N`. Raises UserError on disk errors."""
+        """Moves the previous run to a new folder `previous-N`. Raises UserError on disk errors."""
         with refusing_disk_errors(f"--save-dir {self.path}", "choose another folder"):
             stay = (LOCK, KERNEL_LOCK)
             old = [p for p in self.path.iterdir() if p.name not in stay and not p.name.startswith("previous-")]
@@ -275,8 +275,8 @@ def _size(num_bytes: int) -> str:
 def claim_temporary_files(folder: Path, writer: Lock) -> None:
     """Renames or deletes temporary files, so that a suspended previous holder of the lock cannot complete them.
 
-    Gives checkpoints other temporary names, because they may be complete and in the manifest; deletes other temporary
-    files. Raises OSError.
+    Renames checkpoints, which may be complete and listed in the manifest, and deletes other temporary files.
+    Raises OSError.
     """
     for path in folder.glob("*.tmp"):
         with suppress(FileNotFoundError):  # another process has just renamed it
@@ -287,7 +287,7 @@ def claim_temporary_files(folder: Path, writer: Lock) -> None:
 
 
 def find_checkpoints(folder: Path, say: Callable[[str], None]) -> tuple[list[Entry], list[str]]:
-    """Returns a folder's checkpoints, oldest first, and sentences about lost checkpoints if none is found.
+    """Returns a folder's checkpoints, oldest first, and, only if there are none, sentences about lost checkpoints.
 
     Also finds checkpoints under temporary names. Changes no file. say: prints messages about damage. Raises OSError.
     """
@@ -332,7 +332,7 @@ def set_aside(path: Path, writer: Lock) -> None:
 
 
 def _files_under_other_names(folder: Path) -> dict[str, str]:
-    """Maps sha256 to file name, for links and for checkpoints that a killed process did not rename."""
+    """Finds links, and checkpoints that a killed process did not rename; returns file names by sha256."""
     found = {}
     for path in [*(folder / name for name in LINKS), *sorted(folder.glob("checkpoint_*.tmp"))]:
         with suppress(FileNotFoundError):  # no such link, or a running job has just renamed it

@@ -161,7 +161,7 @@ def _dense_parts(value: Tensor) -> list[Tensor]:
 def read_settings(path: Path) -> tuple[str, dict[str, Any]] | None:
     """Returns a checkpoint's `--task` and flags without loading tensors; None if they cannot be read.
 
-    Does not verify checksums; `read_checkpoint` does when the checkpoint is used.
+    Does not verify checksums, unlike `read_checkpoint`.
     """
     try:
         require_regular(path)
@@ -300,7 +300,7 @@ def _unreadable(state: Mapping[str, Any]) -> str | None:
 
 
 def meta_state_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies a state; tensors of shape (0,) replace strided tensors, except meta, nested and quantized tensors."""
+    """Copies a state; replaces strided tensors with tensors of shape (0,), except meta, nested and quantized ones."""
     empty: dict[torch.dtype, Tensor] = {}
 
     def outlined(value: Tensor) -> Tensor:

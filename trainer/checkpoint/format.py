@@ -261,7 +261,7 @@ class Saved:
     """Declares an entry of a checkpoint, or of a mapping in a checkpoint.
 
     is_optional: the entry may be absent. since: first format version with the entry; older files get `default`.
-    is_large: only rank 0 reads the tensors, and broadcasts each tensor when it is loaded into the model or optimizer.
+    is_large: only rank 0 reads the tensors, and broadcasts each one when the model or optimizer loads it.
     name: name in the file if it differs from the field's name. read: converts the value in the file.
     """
 

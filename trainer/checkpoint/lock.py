@@ -8,8 +8,8 @@ over if the timestamp does not change for `STALE_S` seconds.
 A suspended old holder may wake up later, and must then not write to the folder (fencing). A holder writes files under
 temporary names that contain its token, and reads `lock` again before it renames a file. A new holder writes its name
 into `lock`, and then renames or deletes all temporary files. An old holder that was suspended between reading and
-renaming therefore finds no file to rename. A holder also reads `lock` before it deletes a file. If it is suspended in
-between, it may still delete this one file.
+renaming therefore finds no file to rename. A holder also reads `lock` before it deletes a file. If it is suspended
+between the two, it may still delete this file.
 """
 
 import fcntl
@@ -130,7 +130,7 @@ class Lock:
 def take_lock(folder: Path, take_over: bool = False, say: Callable[[str], None] = lambda line: None) -> Lock:
     """Takes a folder's lock until `release` or process exit; may wait for `STALE_S` seconds.
 
-    take_over: whether to skip the wait that shows if the previous holder is alive. say: prints a line before the wait.
+    take_over: whether to skip the wait that shows whether the old holder is alive. say: prints a line before the wait.
 
     Raises UserError if another process holds the lock, or OSError on file system errors.
     """

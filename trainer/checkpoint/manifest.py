@@ -155,7 +155,7 @@ def write_manifest(path: Path, entries: Sequence[Entry], writer: Lock) -> None:
 
 
 def best_first(entries: Sequence[Entry], mode: Literal["max", "min"]) -> list[Entry]:
-    """Sorts entries with a value from best to worst, equal values oldest first; puts the entry of best.pth in front.
+    """Sorts the entries that have a value, best first and ties oldest first; puts the entry of best.pth in front.
 
     entries: oldest first. mode: whether the largest ("max") or smallest ("min") value is best.
     """

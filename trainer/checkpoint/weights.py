@@ -92,7 +92,7 @@ def _best_first(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def holds_run(folder: Path, say: Callable[[str], None]) -> bool:
-    """Returns whether a folder contains a checkpoint, perhaps damaged. say: prints messages about damage."""
+    """Returns whether a folder contains a checkpoint, intact or damaged. say: prints messages about damage."""
     return bool(_entries(folder, say))
 
 

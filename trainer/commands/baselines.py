@@ -49,7 +49,7 @@ def beside_baselines(
     baselines: Mapping[str, Baseline], task: str, monitor: tuple[str, str], metrics: dict[str, float],
     best: float | None, folder: Path,
 ) -> list[str]:  # fmt: skip
-    """Returns a table of a run and its baselines as lines, with a note if the run does not beat the best baseline.
+    """Returns lines: a table of a run and its baselines, and a note if the run does not beat the best baseline.
 
     baselines: result of `find_baselines`. task: value of `--task`. monitor: `Task.monitor`. metrics: the run's metrics
     to show. best: the run's best validation score; None without validation.

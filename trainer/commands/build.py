@@ -111,7 +111,7 @@ def start_strategy(flags: Flags, environment: RankEnvironment | None) -> Strateg
 
 
 def facts_of_start(flags: Flags) -> dict[str, Any]:
-    """Returns facts, known before the data are read, that must be equal in all processes of a run."""
+    """Returns the facts that all processes of a run must agree on before they read data."""
     assert flags.task_type is not None
     run_id = read_config(flags.checkpoint.save_dir).get("run_id")
     # detects a shared disk that does not show another machine's writes yet
@@ -345,7 +345,7 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
 def prepare_training(
     flags: Flags, task: Task, learner: Learner, strategy: Strategy, orders: Sequence[SampleOrder], memory: MemoryGuard
 ) -> float:
-    """Wraps the model for the run's devices and builds the optimizers, for each phase.
+    """For each phase, builds the optimizers and wraps the model for the run's devices.
 
     All processes must call this function with equal weights. orders: sample order of each phase. Returns the CPU time
     in seconds of a trial forward pass (maximum over phases). Raises UserError if the task returns an invalid value.
@@ -360,7 +360,7 @@ def prepare_training(
         phase: completed_groups(task, learner.objective, phase, flags.learning.weight_decay) for phase in task.phases
     }
     learner.set_trained({phase: [p for group in own for p in group["params"]] for phase, own in groups.items()})
-    for phase in task.phases:  # before any forward, so that out-of-memory messages include optimizer state
+    for phase in task.phases:  # before any forward pass, so that out-of-memory messages include optimizer state
         learner.optimizers[phase] = build_optimizers(flags.learning, task, learner.objective, phase, groups[phase])
         strategy.check_optimizers(learner.optimizers[phase])
     learner.ema.leave_to([optimizer for several in learner.optimizers.values() for optimizer in several])

@@ -153,5 +153,5 @@ def _key(name: str) -> str:
 
 
 def _as_toml(value: Any) -> str:
-    """Formats a flag's value as TOML, which equals JSON for these values except for one control character."""
+    """Formats a flag's value as TOML, which for these values is JSON with the DEL character escaped."""
     return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")

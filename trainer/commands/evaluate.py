@@ -1,4 +1,4 @@
-"""Evaluates a run at the end of training, a trained run, or an ensemble of runs."""
+"""Evaluates runs: at the end of training, with `--eval-only`, or as an ensemble."""
 
 import json
 from collections.abc import Mapping, Sequence

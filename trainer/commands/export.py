@@ -92,7 +92,7 @@ def recorded_call(task: Task, objective: Objective, batch: Batch) -> Exported:
 
     def record(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         inputs = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-        # cloned, since a forward may modify its model's outputs
+        # cloned, since a forward pass may modify its model's outputs
         calls.append(Exported(model, inputs, [tensor.clone() for tensor in _tensors(output)]))
 
     with model.register_forward_hook(record, with_kwargs=True):

@@ -97,7 +97,7 @@ def batches_of(task: Task) -> dict[str, Batch]:
 
 
 def remarks_on_weights(task: Task) -> list[str]:
-    """Names the data sets that have a weight other than 1 in `batches_of`, unless the task overrides `collate`."""
+    """Names the data sets with sample weights other than 1 in `batches_of`, unless the task overrides `collate`."""
     if type(task).collate is not Task.collate:
         return []
     weights = {name: batch["weight"] for name, batch in batches_of(task).items()}

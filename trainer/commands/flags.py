@@ -61,7 +61,7 @@ class Flags(TrainerFlags):
 
     @contextmanager
     def telling_origins(self) -> Iterator[None]:
-        """Appends, to a UserError that leaves the context, the files or runs that set the flags in its message."""
+        """Context that appends to a UserError the files or runs that set the flags in its message."""
         try:
             yield
         except UserError as error:

@@ -70,7 +70,7 @@ def build_loaders(task: Task, workers: Workers) -> dict[str, BatchLoader]:
 def loaders_on_device(task: Task, data_on: str, group: Group) -> dict[str, BatchLoader]:
     """Moves data sets to this process's GPU, and returns their loaders. All processes must call this function.
 
-    Raises UserError for `--data-on device` if the data cannot be moved.
+    With `--data-on device`, raises UserError if data cannot be moved.
     """
     if data_on == "host" or group.device.type != "cuda":
         return {}

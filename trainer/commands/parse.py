@@ -149,7 +149,7 @@ def _take_from_run(
     """Adds to `layers` the flags taken from the run to resume or use, and returns these flags.
 
     These flags choose data and model: `--task`, the task's flags and `--seed`, unless the command gives them. With
-    `--predict` or `--export`, the task's flags are read later, from the checkpoint in use (`recorded_task`). Invalid
+    `--predict` or `--export`, `recorded_task` reads the task's flags later, from the checkpoint in use. Invalid
     values are skipped; a damaged checkpoint is reported later, when it is loaded.
     """
     if not is_same_task(task_name, record.settings["--task"]):
@@ -263,7 +263,7 @@ class Layers:
         return found
 
     def origins_of_flags(self, argv: Sequence[str]) -> dict[str, ConfigFile]:
-        """Returns, by flag, the file or run that set the value of each flag that is not on the command line."""
+        """Maps each flag that a file or run set, and the command line did not, to that file or run."""
         stated = names_given(argv)
         named = {option.name: self.origins.get(field) for field, option in self._known.items()}
         return {name: origin for name, origin in named.items() if origin is not None and name not in stated}

@@ -113,7 +113,7 @@ def build_learning_rate(flags: Flags, task: Task, plan: Plan, factor: float) -> 
 
 
 def build_warmup(flags: Flags, plan: Plan) -> float:
-    """Returns the warm-up length in the schedule's unit, epochs or steps. Raises UserError if the run is shorter."""
+    """Returns the warm-up length in the schedule's unit, epochs or steps. Raises UserError if it exceeds the run."""
     epochs, num_steps = flags.learning.warmup_epochs, flags.learning.warmup_steps
     per_epoch: float = plan.steps_per_epoch
     if epochs is None and num_steps is None:

@@ -101,7 +101,7 @@ def _as_csv(table: Table, num_rows: int) -> str:
 
 
 def print_output(text: str) -> None:
-    """Writes a file's text to standard output, in UTF-8 or safely for a terminal. Raises UserError if text is lost."""
+    """Writes a file's text to standard output, in UTF-8 or escaped for a terminal. Raises UserError if text is lost."""
     if sys.__stdout__ is None:
         raise UserError("standard output: is closed, so the output would be lost; redirect it to a file")
     rest = text.encode(errors="backslashreplace")
@@ -115,7 +115,7 @@ def print_output(text: str) -> None:
 
 
 def write_sample(task: Task, path: Path) -> None:
-    """Runs `--sample`: writes an example for `--predict`. Raises UserError if the task has none or `path` exists."""
+    """Runs `--sample`: writes an example for `--predict`. Raises UserError if there is no example or `path` exists."""
     content = task.sample()
     if content is None or path.exists():
         problem = f"the task {type(task).__name__} has no sample" if content is None else "already exists; name another"

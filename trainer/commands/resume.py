@@ -382,5 +382,5 @@ def changed_since_last_start(folder: Path, config: Mapping[str, Any]) -> dict[st
 
 
 def differences(changed: Mapping[str, tuple[Any, Any]]) -> str:
-    """Formats changed flags, such as "--lr 0.1 instead of 0.2", old value first; "" if nothing changed."""
+    """Formats changed flags, such as "--lr 0.1 instead of 0.2" if 0.1 is the old value; "" if nothing changed."""
     return ", ".join(f"{name} {shown(then)} instead of {shown(now)}" for name, (then, now) in changed.items())

@@ -188,7 +188,7 @@ class RunState:
         self._strategy.group.on_main(lambda: self._write(state, message, received))
 
     def record_failure(self, error: BaseException) -> None:
-        """Saves the last steps after a failure, if possible, and records the failure.
+        """Saves the state of the last step, if possible, and records the failure.
 
         Writes nothing if the directory is not locked or contains no run.
         """

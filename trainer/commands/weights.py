@@ -258,8 +258,8 @@ def trained_objective(
 def trained_model(folder: Path, task_type: type[Task] | None) -> nn.Module:
     """Loads the model of a run directory with the best weights, in eval mode on the CPU.
 
-    task_type: the task's class; None: the class recorded in the run. Changes no file of the run. Raises UserError if no
-    weights fit.
+    task_type: the task's class; None: the class recorded in the run. Changes no file of the run. Raises UserError if
+    the run has no intact weights or they do not fit.
     """
     run = find_weights(folder, {}, to_stderr)
     task_type = task_type or known_task(run.state["task"])

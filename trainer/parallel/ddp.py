@@ -26,11 +26,11 @@ from trainer.task import Objective, sparse_parameters
 T = TypeVar("T")
 
 OVERLAP_BYTES = 4 * 2**20
-"""Total parameter size in bytes above which gradients are all-reduced during the backward; see docs/design.md."""
+"""Total parameter size in bytes above which gradients are all-reduced during the backward pass; see docs/design.md."""
 
 
 class OverlappingExchange(WithoutCompiler, nn.parallel.DistributedDataParallel):
-    """DistributedDataParallel that calls `before_exchange` just before a step's last backward waits for other ranks."""
+    """DistributedDataParallel that calls `before_exchange` before a step's last backward pass waits for other ranks."""
 
     before_exchange: Callable[[], None]
 
@@ -119,10 +119,10 @@ class Distributed(Strategy):
 class Replicated(Distributed):
     """Strategy that keeps the whole model in every process and sums gradients over processes.
 
-    The gradients of a small model are summed after the last backward, in one flat buffer per dtype (`FlatGradients`).
-    For a larger model, DistributedDataParallel averages gradients over processes during the backward pass. Sparse
-    gradients are always summed after the pass, because until then they may share memory with a gradient in use.
-    With `--parts`, all gradients are summed after the last backward, in a binary tree.
+    The gradients of a small model are summed after a step's last backward pass, in one flat buffer per dtype
+    (`FlatGradients`), or with `--parts` in a binary tree. For a larger model without `--parts`, DistributedDataParallel
+    averages gradients over processes during the pass. Sparse gradients are always summed after the pass, because until
+    then they may share memory with a gradient that the pass still uses.
 
     sync_bn: whether batch norms compute statistics over the samples of all processes. finds_unused: whether a forward
     pass may leave parameters unused; otherwise DistributedDataParallel waits for the gradients of all parameters.
@@ -179,7 +179,7 @@ class Replicated(Distributed):
         return wrapped
 
     def build_buckets(self, net: nn.Module) -> None:
-        # Otherwise the next forward would rebuild the buckets, and might wait for a rank that has run out of memory.
+        # Otherwise the next forward pass would rebuild the buckets, and might wait for a rank that ran out of memory.
         if isinstance(net, OverlappingExchange):
             with _naming_left_out():
                 rebuild_buckets(net)

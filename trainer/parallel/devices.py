@@ -127,7 +127,7 @@ class DeviceQueue:
         return float(end - start)
 
     def drain(self, within_s: float) -> None:
-        """Waits at most `within_s` seconds for the device to finish its work; a collective may never complete."""
+        """Waits at most `within_s` seconds for the device to finish its work, since a collective may never complete."""
 
     @contextmanager
     def aside(self) -> Iterator[None]:

@@ -151,8 +151,8 @@ def one_process_problems(environ: Mapping[str, str]) -> list[str]:
 def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Derives RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of srun or mpirun.
 
-    Returns (variables by name, error messages), both empty for a single process or if RANK, WORLD_SIZE or LOCAL_RANK is
-    already set. Existing values of MASTER_ADDR and MASTER_PORT take precedence.
+    Returns (variables by name, error messages); both are empty for a single process, or if RANK, WORLD_SIZE or
+    LOCAL_RANK is already set. Existing values of MASTER_ADDR and MASTER_PORT take precedence.
     """
     if any(name in environ for name in RANK_NAMES):
         return {}, []

@@ -1,7 +1,7 @@
 """Trains with `torch.distributed.fsdp.fully_shard`, which shards parameters, gradients and optimizer states.
 
 Each block in `Task.blocks` is sharded as a unit; the other parameters form the root unit. A unit's parameters are
-gathered only for its forward and backward, so that few units are unsharded at a time. After the backward, the unit's
+gathered only for its forward and backward pass, so that few units are gathered at a time. After the backward pass, its
 gradients are reduce-scattered. Other modules import this module lazily, because the import takes seconds.
 """
 
@@ -93,7 +93,7 @@ class Sharded(Distributed):
         return objective
 
     def _frees(self, unit: object, objective: object) -> bool:
-        """Returns whether a unit's parameters are freed after its forward; the root keeps its parameters."""
+        """Returns whether a unit's parameters are freed after its forward pass; the root keeps its parameters."""
         return self._reshards and unit is not objective
 
     def _built(self, build: Callable[[], Objective], complete: Callable[[Objective], None]) -> Objective:
@@ -123,11 +123,11 @@ class Sharded(Distributed):
                 setattr(module, name, sent[own])
 
     def build_buckets(self, net: nn.Module) -> None:
-        """Forgets which parameters had gradients in the trial backward pass; there are no buckets to rebuild."""
+        """Forgets which parameters had gradients in the trial backward pass; FSDP has no buckets to build."""
         self._left_out.forget()
 
     def _free_after_evaluation(self, objective: nn.Module, *_: object) -> None:
-        """Reshards after a forward without gradients; an unsharded root would miss the next weight updates."""
+        """Reshards after a forward pass without gradients; an unsharded root would miss the next weight updates."""
         if not torch.is_grad_enabled() and not self._is_whole:
             for unit in _units(objective):
                 unit.reshard()
@@ -151,7 +151,7 @@ class Sharded(Distributed):
     # --- what a step needs -------------------------------------------------------------------------------------------
 
     def exchange(self, params: Sequence[Tensor]) -> None:
-        """Removes gradients of parameters that no process used. Each backward has already reduced its gradients."""
+        """Removes gradients of parameters that no process used. Backward passes have already reduced all gradients."""
         self._left_out.agree(params, self.group)
 
     def global_norm(self, own: Tensor) -> Tensor:
@@ -254,8 +254,8 @@ def refuse_what_cannot_be_cut(objective: Objective, blocks: Sequence[nn.Module])
 
 def _hooked(label: str) -> str:
     return (
-        f"--multi-gpu fsdp: {label} has a gradient hook, which fsdp never calls because the backward uses a gathered "
-        "copy of the parameter; register it in each forward, or use --multi-gpu ddp"
+        f"--multi-gpu fsdp: {label} has a gradient hook, which fsdp never calls because the backward pass uses a "
+        "gathered copy of the parameter; register it in each forward pass, or use --multi-gpu ddp"
     )
 
 

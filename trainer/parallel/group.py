@@ -90,7 +90,7 @@ class Group:
     def sum_in_tree(self, values: Tensor) -> None:
         """Sums a contiguous device tensor over processes in place, in a binary tree.
 
-        Adds tensors of neighbouring ranks, then of pairs, and so on; `world_size` must be a power of two.
+        Adds neighbouring ranks' tensors, then neighbouring sums, and so on; `world_size` must be a power of two.
         """
 
     def barrier(self) -> None:
@@ -136,7 +136,7 @@ class Group:
 
     @property
     def num_exchanges(self) -> int:
-        """Returns the number of device collectives so far, including collectives inside a forward."""
+        """Returns the number of device collectives so far, including collectives inside a forward pass."""
         return 0
 
     # --- the end -----------------------------------------------------------------------------------------------------

@@ -29,9 +29,9 @@ from trainer.task import Objective
 class LeftOut:
     """Makes every process gather the blocks in the same order and reduce a gradient for every trained parameter.
 
-    blocks: the sharded blocks, in execution order. If a forward skips blocks, the input of the next block first passes
-    through the hooks of the skipped blocks, which do not change the input. The hooks then run the same collectives as
-    on other processes. A missing gradient is reduced as zeros, which `agree` removes if no process had a gradient.
+    blocks: the sharded blocks, in execution order. If a forward pass skips blocks, the input of the next block first
+    passes unchanged through the hooks of the skipped blocks, which run the same collectives as on other processes. A
+    missing gradient is reduced as zeros, which `agree` removes if no process had a gradient.
     """
 
     def __init__(self, objective: Objective, blocks: Sequence[nn.Module]) -> None:
@@ -57,9 +57,9 @@ class LeftOut:
         self._used.clear()
 
     def agree(self, params: Sequence[Tensor], group: Group) -> None:
-        """Removes, after a step's last backward, gradients of parameters that no process used.
+        """After a step's last backward pass, removes gradients of parameters that no process used.
 
-        Processes tell each other which parameters they used; only a process with an unused one waits for the answers.
+        Processes tell each other which parameters they used; only a process that left one unused waits for the answers.
 
         params: parameters trained in the step.
         """
@@ -106,7 +106,7 @@ class LeftOut:
         return None if loss is None else outputs | {"loss": passed}
 
     def _until(self, number: int) -> Iterator[nn.Module]:
-        """Yields the blocks that the forward has skipped before block `number`."""
+        """Yields the blocks that the forward pass has skipped before block `number`."""
         while self._num_done % len(self._blocks) != number:
             yield self._blocks[self._num_done % len(self._blocks)]
             self._num_done += 1
@@ -143,9 +143,9 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _needing_gradient(values: Any) -> Any:
-    """Makes one input of a block require a gradient, so that PyTorch reduces the block's gradients after its backward.
+    """Makes a block's input require a gradient, so that PyTorch reduces the block's gradients when they are complete.
 
-    Otherwise it would reduce them at the end of the whole backward pass, with the root unit.
+    Otherwise it would reduce them at the end of the backward pass, with the root unit.
     """
     return _replaced(values, lambda value: value.detach().requires_grad_()) or values
 

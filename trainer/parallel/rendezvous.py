@@ -71,7 +71,7 @@ def _until(deadline: float) -> timedelta:
 def refuse_differences(stated: Sequence[Mapping[str, Any]], advice: str) -> None:
     """Raises UserError if a rank's value differs from rank 0's value of the same name.
 
-    stated: for each rank, plain values by name; a name that it or rank 0 lacks is ignored. advice: end of the message.
+    stated: each rank's values by name; a name that the rank or rank 0 lacks is ignored. advice: end of the message.
     """
     first, differing = stated[0], {}
     for rank, own in enumerate(stated):

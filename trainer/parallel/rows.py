@@ -26,7 +26,7 @@ class Gathered(NamedTuple):
 
 
 class _Forward:
-    """State of the running forward: strategy, number of samples (0: placeholder batch), and forwards per step."""
+    """State of the current forward pass: strategy, number of samples (0: placeholder batch), and passes per step."""
 
     now: tuple[Strategy, int, int] | None = None
 
@@ -35,7 +35,7 @@ FORWARD = _Forward()
 
 
 def gather(rows: Tensor) -> Gathered:
-    """Gathers rows of all samples of an optimizer step. Call it in a training forward whose loss couples samples.
+    """Gathers rows of all samples of an optimizer step. Call it in a forward pass whose loss couples samples.
 
     rows: of shape (B, ...), one row per sample of the batch. All processes must call this function the same number of
     times. Each row receives gradients from the losses of all processes. A process without samples adds no rows, and its
@@ -121,7 +121,7 @@ def kinds_of(rows: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: f"{tuple(value.shape[1:])} of {value.dtype}" for name, value in rows.items()}
 
 
-# --- collectives within a forward --------------------------------------------------------------------------------
+# --- collectives within a forward pass ---------------------------------------------------------------------------
 
 NAMESPACES = ("c10d", "_c10d_functional")
 END, FAILED = "no further collective", "an error"
@@ -130,7 +130,7 @@ END, FAILED = "no further collective", "an error"
 def require_equal_exchanges(where: str, group: Group, forward: Callable[[], object]) -> None:
     """Raises UserError on all processes if their forward passes run different collectives, which would abort the run.
 
-    where: the forward's name in messages. All processes must call this function. Ignores exceptions of the forward.
+    where: names the forward pass in messages. All processes must call this function. Ignores exceptions of the pass.
     """
     compared = _Compared(group)
     try:

@@ -41,7 +41,7 @@ class Strategy:
     group: the processes of the run.
     num_parts: 0, or the value of `--parts`: a power of two, divisible by the number of processes.
     gradient_divisor: number by which summed gradients are divided; the loss is multiplied by this number beforehand.
-    overlaps: whether gradients are summed over processes during a step's last backward.
+    overlaps: whether gradients are summed over processes during a step's last backward pass.
     exchanges_in_forward: whether forward passes run collectives, so that all processes must run equally many.
     shard_size: number of consecutive ranks that share one copy of the parameters.
     has_full_state: whether this process holds the full state of a checkpoint, and can save after other processes fail.
@@ -85,7 +85,7 @@ class Strategy:
 
     @property
     def shards(self) -> Sequence[tuple[int, int]]:
-        """Returns this process's shares of each global batch and data set, as (index, number of shares) pairs.
+        """Returns this process's shares of each global batch and data set, each as (index, number of shares).
 
         With `--parts`, the indices are consecutive, so that each process sums one subtree of the binary tree.
         """
@@ -183,7 +183,7 @@ class Strategy:
                 torch.cuda.default_generators[device.index].manual_seed(seed + replica * (not same_everywhere))
 
     def places_in_generators(self) -> tuple[Any, ...]:
-        """Returns the positions of the host's random generators, which show whether a forward has drawn numbers."""
+        """Returns the positions of the host's random generators, which show whether a forward pass drew numbers."""
         numpy_state: Any = np.random.get_state()
         of_torch = b"" if self.device.type == "cpu" else torch.default_generator.get_state().numpy().tobytes()
         return random.getstate()[1][-1], numpy_state[2], of_torch
