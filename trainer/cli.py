@@ -45,7 +45,7 @@ def run_process(
     task_type: type[Task] | None = None,
     tasks: Registry | None = None,
 ) -> int:
-    """Runs `main` as the only work of this process; unresponsive loggers do not delay the process's exit.
+    """Runs `main` in a process that does nothing else. Unresponsive loggers do not delay the exit of this process.
 
     If a library crashes, for example with a segmentation fault, the Python stack is printed to standard error.
     """
@@ -74,9 +74,9 @@ def main(
 
     tasks: workloads for `--task`; None keeps the current workloads.
 
-    Exit status: 0: finished. 1: an unexpected failure, in this or another process. 2: an error in the command line, the
-    data or the run directory. 128 + n: stopped by signal n after saving; 0 under torchrun, because launchers treat
-    other statuses as failures.
+    The exit status is 0 after success, 1 after an unexpected failure in any process, 2 after an error in the command
+    line, data or run directory, 75 if new processes can resume the failed run, and 128 + n after signal n. Under a
+    launcher, a run saved after signal n exits with 0, because launchers treat other statuses as failures.
     """
     if tasks is not None:
         hand_in(tasks)
@@ -115,7 +115,7 @@ def read_command_line(
 ) -> tuple[Flags, RankEnvironment | None]:
     """Returns the flags, and the rank and world size from this process's launcher, if there is one.
 
-    environment: rank and world size if `start_processes` has started this process; None: read them from environment
+    environment: rank and world size if `start_processes` has started this process; None reads them from environment
     variables. task_type: the class of `--task`, if the caller knows it. problems: problems already found by the caller.
 
     Raises UserError with all problems, or Failure if another process prints the problems.

@@ -37,7 +37,7 @@ def hand_in(tasks: Registry) -> None:
 
 
 def workloads() -> Registry:
-    """Returns the workloads that `hand_in` has set or, if it was not called, as in scripts, PACKAGE's workloads.
+    """Returns the workloads that `hand_in` has set, or PACKAGE's workloads in a script, which does not call `hand_in`.
 
     Imports PACKAGE only from the folder that contains the trainer, since a user's package may have the same name.
     """

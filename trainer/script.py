@@ -126,8 +126,8 @@ class Rows(Objective):
 def task_of(model: nn.Module, train: Any, loss: Loss, settings: dict[str, Any]) -> type[Script]:
     """Creates a task class from the arguments of `trainer.fit`.
 
-    settings: keyword arguments of `fit`. The function removes those that are not flags, and adds the flags that other
-    arguments determine, such as a DataLoader's batch size. Raises UserError.
+    settings: keyword arguments of `fit`, changed in place: those that are not flags are removed, and flags that other
+    arguments determine, such as a DataLoader's batch size, are added. Raises UserError.
     """
     names, collate, optimizer = (settings.pop(name, None) for name in ("names", "collate", "optimizer"))
     others = {split: settings.pop(split, None) for split in ("val", "test")}

@@ -94,9 +94,9 @@ def array_errors() -> Iterator[None]:
 
 
 def read_whole(path: Path, most: int) -> bytes:
-    """Reads a file of at most `most` bytes. Raises OSError for a larger file, a device or a pipe.
+    """Reads a file of at most `most` bytes.
 
-    Accepts the pipe of a shell's process substitution, `<(...)`.
+    Raises OSError for a larger file, a device, or a pipe that is not a shell's process substitution, `<(...)`.
     """
 
     def read() -> bytes:
@@ -119,7 +119,7 @@ def read_at_most(file: IO[bytes], most: int) -> bytes:
 
 
 def require_regular(path: Path) -> None:
-    """Raises OSError for a directory, a device, a socket, or a pipe except a shell's process substitution."""
+    """Raises OSError for a directory, a device, a socket, or a pipe that is not a shell's process substitution."""
     mode = path.stat().st_mode
     if stat_of.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -144,7 +144,7 @@ def _size(num_bytes: int) -> str:
 def refusing_disk_errors(what: str, advice: str = "", numbers: Container[int] | None = None) -> Iterator[None]:
     """Converts OSError to DiskError, a UserError.
 
-    what: the flag with its value, and the failed action. numbers: values of errno to convert; None: all.
+    what: the flag with its value, and the failed action. numbers: errno values to convert; all if None.
     """
     try:
         yield

@@ -17,7 +17,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_shards(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns this process's shard of each DTensor, possibly empty, and other tensors unchanged, without copies."""
+    """Returns the tensors without copies, with this process's shard (possibly empty) in place of each DTensor."""
     return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]
 
 

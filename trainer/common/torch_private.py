@@ -66,7 +66,7 @@ def has_hooks(parameter: Tensor) -> bool:
 
 
 def hooked_module(module: nn.Module) -> str | None:
-    """Returns the path of the first submodule with hooks, "" for `module` itself, or None; falls back to None."""
+    """Returns the path of the first submodule with hooks ("" for `module` itself), or None; falls back to None."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooked = (path for path, each in module.named_modules() if any(getattr(each, name, None) for name in names))
     return next(hooked, None)
@@ -128,7 +128,7 @@ def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether an optimizer has step hooks, or global step hooks exist; falls back to False."""
+    """Returns whether step hooks exist, for this optimizer or for all optimizers; falls back to False."""
     own = [getattr(optimizer, f"_optimizer_step_{place}_hooks", None) for place in ("pre", "post")]
     module = sys.modules.get(torch.optim.Optimizer.__module__)
     of_all = [getattr(module, f"_global_optimizer_{place}_hooks", None) for place in ("pre", "post")]
@@ -250,9 +250,9 @@ def set_up_compiler(most_versions: int) -> type[Exception]:
 
 
 def scan(step: Callable[[Any, Any], tuple[Any, Any]], start: Any, inputs: tuple[Tensor, ...]) -> tuple[Any, Tensor]:
-    """Applies step(state, inputs at one time) -> (state, output) over dim 0; returns (last state, stacked outputs).
+    """Calls `step(state, slices)` for each index of dim 0 of `inputs`; returns (last state, stacked outputs).
 
-    torch.export can export a call for any length. Falls back to a loop, which can be exported for one length only.
+    `step` returns (state, output). A call can be exported for any length; the fallback, a loop, for one length only.
     """
     try:
         from torch._higher_order_ops import scan as of_torch  # this imports the compiler

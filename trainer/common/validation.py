@@ -111,7 +111,7 @@ def _import_file(path: Path, given: str, comes_first: bool) -> ModuleType:
 
 
 def _is_found(name: str, path: Path) -> bool:
-    """Returns whether Python finds a file under a name without dots."""
+    """Returns whether importing `name`, which has no dots, would find the file `path`."""
     with suppress(ImportError, ValueError):
         spec = importlib.util.find_spec(name)
         return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path

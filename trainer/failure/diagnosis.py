@@ -57,7 +57,7 @@ class Diagnosis:
     """Explains the failures of a run with a single process.
 
     exit_status: exit status after a failure of a multi-process run. has_checkpoints: whether messages say that the same
-    command resumes the run. prints: whether to print messages, which the exception contains in any case. flags_signals:
+    command resumes the run. prints: whether to print messages; the exceptions contain them in any case. flags_signals:
     whether Ctrl-C only sets a flag, so that a KeyboardInterrupt comes from the task's code.
     """
 
@@ -176,9 +176,9 @@ class GroupDiagnosis(Diagnosis):
         return UserError(str(reported)) if reported.status == EXIT_BAD_INPUT and self.rank == 0 else reported
 
     def consider_others(self, silent_s: float) -> None:
-        """Reports the next rank as lost if it has sent no heartbeat for too long; the monitor then ends this process.
+        """Reports the next rank as lost if it has sent no heartbeat for too long.
 
-        The training thread does not notice the loss while it waits for a GPU whose kernels wait for other ranks.
+        The monitor then ends this process: its training thread may wait for a GPU whose kernels wait for the lost rank.
         """
         if silent_s > self.limit_s + 2 * BEAT_S:
             self._report_missed(lambda: self._loss(silent_s, "silence"))

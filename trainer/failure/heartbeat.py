@@ -179,7 +179,7 @@ class HeartbeatMonitor:
         return any(not self._store.check([f"closed {rank}"]) for rank in gone)
 
     def _heartbeat_of_next(self) -> bytes:
-        """Returns the next rank's last heartbeat; if that rank sent none or has ended, a new value each time."""
+        """Returns the next rank's last heartbeat, or a new value on each call if that rank sent none or has ended."""
         rank = (self._rank + 1) % self._world_size
         is_there = self._store.check([f"heartbeat {rank}"]) and not self._store.check([f"closed {rank}"])
         return self._store.get(f"heartbeat {rank}") if is_there else str(time.monotonic()).encode()
@@ -204,7 +204,7 @@ def process_space() -> str:
 class Neighbours:
     """Handles (pidfds) of processes on this machine, by rank; unlike process ids, they are never reused.
 
-    processes: maps ranks to process ids in this `process_space`. On systems other than Linux no process is known.
+    processes: maps ranks to process ids in this `process_space`. Except on Linux, every process is unknown.
     """
 
     def __init__(self, processes: Mapping[int, int]) -> None:

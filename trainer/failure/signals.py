@@ -29,7 +29,7 @@ def leave_at_once(number: int, frame: FrameType | None) -> NoReturn:
 
 
 class StopRequest:
-    """Handler of the stop signals; its truth value is True after a signal. A second Ctrl-C exits without saving.
+    """Handler of the stop signals; it is true after the first signal. A second Ctrl-C exits without saving.
 
     pass_on: called with each signal's number.
     """

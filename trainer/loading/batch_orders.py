@@ -1,7 +1,7 @@
 """Orders of batches that `Task.order` may return in place of a random permutation, such as length buckets or shards.
 
-Each order is a pure function, and every sample is in exactly one batch. Except in `even_batches`, all batches but the
-last have the same size. Orders, and therefore the samples of a step, do not depend on the number of processes.
+Each order is a pure function of its arguments, so the samples of a step do not depend on the number of processes. Each
+sample is in exactly one batch. Except in `even_batches`, all batches but the last have the same size.
 """
 
 import math

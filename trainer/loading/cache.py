@@ -19,7 +19,7 @@ _NAMES = "names.txt"
 
 
 def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arrays:
-    """Returns cached arrays, read-only and memory-mapped; builds them if the entry is missing or incomplete.
+    """Returns cached arrays, read-only and memory-mapped; builds them if the entry is missing or lacks a file.
 
     If several processes need a missing entry, one process builds it while the other processes wait. A killed build
     leaves no incomplete entry: arrays are written to a temporary folder and flushed, and then the folder is renamed.

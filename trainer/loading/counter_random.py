@@ -4,7 +4,7 @@ A counter-based generator has no state: it hashes a counter. A sample therefore 
 worker or batch, before and after a resume. The hash is the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast
 splittable pseudorandom number generators", OOPSLA 2014).
 
-A stream number separates random numbers for different purposes; use a different stream for each purpose.
+Use a different stream number for each purpose, so that the random numbers are independent.
 
 If the index is a tensor, the results are tensors on the same device. Tensors and NumPy arrays contain the same random
 words and uniform numbers, bit for bit. Normal numbers may differ by up to 1e-6, because devices round differently, so
@@ -57,7 +57,7 @@ def below(bits: Array, limit: Array) -> Array:
 
 
 def normal(seed: int, epoch: int, index: Array, shape: tuple[int, ...], stream: int = 0) -> Array:
-    """Returns standard normal float32 numbers of shape (len(index), *shape), by the Box-Muller transform; |z| < 5.8."""
+    """Returns standard normal float32 numbers in (-5.8, 5.8), of shape (len(index), *shape) (Box-Muller transform)."""
     num, xp = math.prod(shape), namespace(index)
     num_pairs = (num + 1) // 2
     bits = random_bits(seed, epoch, index, num_pairs, stream)

@@ -135,7 +135,7 @@ class DeviceLoader(BatchLoader):
             yield batch
 
     def _made_together(self, keys: Sequence[SampleKeys], first: int) -> tuple[list[int], Batch]:
-        """Returns positions of batches, and their samples as one batch; only one position once memory has run out."""
+        """Makes batches together if memory allows; returns their positions in `keys`, and all samples as one batch."""
         while True:
             group = self._group(keys, first)
             try:

@@ -51,7 +51,7 @@ def from_stream(
     samples_per_epoch: samples per epoch, at least 1; for a validation set, its size.
     collate, seed, names: arguments of `from_dataset`.
 
-    Raises UserError for wrong arguments; reading raises it if the stream ends too early.
+    Raises UserError for wrong arguments, and later if the stream ends too early.
     """
     if not callable(make_iterator):
         kind = type(make_iterator).__name__
@@ -65,7 +65,7 @@ def from_stream(
 
 
 class Place(NamedTuple):
-    """Point from which a stream can restart: the epoch, the number of samples before it, and the stream's state."""
+    """Point at which a stream can restart: an epoch, the number of samples before the point, and the stream's state."""
 
     epoch: int
     position: int

@@ -203,7 +203,7 @@ def _of_arrays(arrays: Mapping[str, Any]) -> _KeyedTensors:
 
 
 def _tensors_of(dataset: Any) -> tuple[Tensor, ...] | None:
-    """Returns the tensors of a TensorDataset, copies of the rows in a Subset of one, or None for other data sets."""
+    """Returns a TensorDataset's tensors, or copies of the rows that its Subset selects; None for other data sets."""
     if type(dataset) is TensorDataset:
         return dataset.tensors
     whole = _tensors_of(dataset.dataset) if type(dataset) is Subset else None

@@ -90,7 +90,7 @@ def _digest(value: Any) -> bytes | str:
 
 
 class _Outliner(pickle.Pickler):
-    """Pickles an object for its digest; writes tensors, functions and files as their identity and state."""
+    """Pickles an object for its digest; represents tensors, functions and files by identity and state."""
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, Tensor):

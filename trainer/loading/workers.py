@@ -199,7 +199,7 @@ class Workers:
         return self
 
     def __next__(self) -> Request:
-        """Returns the next request for workers; `Workers` is the sampler of their DataLoader."""
+        """Returns the next request for workers, whose DataLoader uses `Workers` as its sampler."""
         while self._streams and not self.on_trial:
             stream = self._streams[-1]()
             request = next(stream.requests, None) if stream is not None else None

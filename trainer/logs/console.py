@@ -72,7 +72,7 @@ class ProgressBar:
 
 
 class Progress(ProgressBar):
-    """Progress bar over several runs. unit: unit of the runs' length, "steps" or "epochs"."""
+    """Progress bar over several runs. unit: "steps" or "epochs"."""
 
     def __init__(self, total: int, num_done: int, unit: str) -> None:
         super().__init__(total, num_done, unit)
@@ -112,7 +112,7 @@ class Table:
 class SummaryTable:
     """Table of the scores of several runs, printed row by row as the runs finish.
 
-    headline: metrics to show, named without the split; empty: all metrics.
+    headline: names, without the split, of the metrics to show; if empty, all are shown.
     """
 
     def __init__(self, headline: Sequence[str], names: Sequence[str]) -> None:

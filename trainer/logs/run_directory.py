@@ -30,8 +30,7 @@ HYPERPARAMETERS_SUFFIX = ".hparams"
 class RunDirectoryLogger(Logger):
     """Logger that appends to train.log, val.log and metrics.jsonl, and writes TensorBoard events to the folder `logs`.
 
-    TensorBoard shows curves and images, and at the end of a run its scores and flags. Methods raise OSError for a full
-    disk, and DiskError for other disk errors.
+    Methods raise OSError for a full disk, and DiskError for other disk errors.
     """
 
     def start(self, run: LoggedRun) -> None:
@@ -76,7 +75,7 @@ class RunDirectoryLogger(Logger):
             self._board.write(step=step, summary=text(name, content))
 
     def level(self, name: str, metric: str, value: float, num_steps: int) -> None:
-        """Draws a score as a horizontal line in TensorBoard's plot of a metric, as a TensorBoard run called `name`."""
+        """Adds a TensorBoard run called `name`, which shows a score as a horizontal line in the plot of a metric."""
         with self._refusing():
             folder = self._folder / name
             for path in folder.glob("events.*"):

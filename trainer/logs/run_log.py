@@ -36,8 +36,8 @@ class SilentLog:
 class RunLog:
     """Log of rank 0.
 
-    headline: metrics to show, named without the split; empty: all. own: loggers of the user. data_wait_seconds: seconds
-    that the training loop waited for data since the last report. state: state in state.json, passed to `Logger.end`.
+    headline: as in `SummaryTable`. own: loggers of the user. data_wait_seconds: seconds that the training loop waited
+    for data since the last report. state: the run's state in state.json, passed to `Logger.end`.
     """
 
     def __init__(self, run: LoggedRun, headline: Sequence[str] = (), own: Sequence[BackgroundLogger] = ()) -> None:
@@ -97,7 +97,7 @@ class RunLog:
         self._log(Record("step", step, position, metrics, line))
 
     def end_training(self) -> None:
-        """Closes the progress bar and stops the timer of training, before an evaluation or at the end."""
+        """Closes the progress bar and stops the training timer, before an evaluation or at the end."""
         self._training_seconds = time.monotonic() - self._segment_started
         self._console.close_bar()
 
@@ -163,7 +163,7 @@ def scores_text(metrics: Mapping[str, float]) -> str:
 
 
 class ConsoleLogger(Logger):
-    """Logger that prints lines and a progress bar; `open_bar` and `close_bar` enclose the steps between reports."""
+    """Logger that prints lines and, between calls of `open_bar` and `close_bar`, shows a progress bar."""
 
     def __init__(self) -> None:
         self.bar: ProgressBar | None = None

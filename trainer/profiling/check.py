@@ -71,7 +71,7 @@ class CheckFlags(FlagGroup):
 def check(tool: CheckFlags, environment: RankEnvironment | None) -> int:
     """Runs the command `check`; returns the exit status. Raises OSError if results cannot be written.
 
-    environment: rank environment of this process under torchrun; None: this call starts the processes.
+    environment: rank environment of this process under torchrun; if None, this call starts the processes.
     """
     gpus = usable_gpus(tool.device, tool.gpu_ids)
     speaks_for_host = environment is None or environment.local_rank in (0, None)

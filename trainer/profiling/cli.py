@@ -36,11 +36,11 @@ from trainer.registry import Registry, hand_in, workloads
 def main(argv: Sequence[str], environment: RankEnvironment | None = None, tasks: Registry | None = None) -> int:
     """Runs one command line and returns the exit status.
 
-    environment: rank environment of a process started by `launch`; None: read it from environment variables. tasks:
+    environment: rank environment of a process started by `launch`; None reads it from environment variables. tasks:
     workloads for `--task`; None keeps the current workloads.
 
-    Exit status: 0: the measurement is complete. 1: an unexpected failure, or `check` found a defect. 2: an error in the
-    command line or the data.
+    The exit status is 0 if the measurement is complete, 1 after an unexpected failure or if `check` found a defect, and
+    2 after an error in the command line or the data.
     """
     prepare_streams()
     if tasks is not None:

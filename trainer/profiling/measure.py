@@ -47,7 +47,7 @@ def opened(
 ) -> Iterator[Run]:
     """Context manager that opens a new run in a temporary folder. Raises UserError if training has no steps.
 
-    task: task with its data loaded; None: build it. quiet: whether to suppress the run's first lines.
+    task: a task with its data loaded; None builds one. quiet: whether to suppress the run's first lines.
     """
     if task is None:
         set_up_torch(flags, strategy.group)
@@ -153,8 +153,8 @@ class MeasuredRun:
     def exposed_share(self, num_steps: int) -> float:
         """Returns the fraction of the backward pass spent waiting for the overlapped gradient all-reduce.
 
-        Measures alternating groups of steps with and without all-reduce, and compares their backward times. Without
-        all-reduce, gradients differ between processes, so a learning rate of 0 keeps the weights equal.
+        Measures alternating groups of steps with and without all-reduce, and compares their backward times. The
+        learning rate is 0 meanwhile, because steps without all-reduce would make the processes' weights differ.
         """
         run, size = self.run, max(1, num_steps // NUM_TURNS)
         sync = run.strategy.gradient_sync

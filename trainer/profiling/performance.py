@@ -84,7 +84,7 @@ class PerformanceProfiler:
         """Measures `parameters_mib`, `buffers_mib`, `gradients_mib`, `saved_for_backward_mib` and `peak_memory_mib`.
 
         `saved_for_backward_mib` counts the tensors, except weights, that autograd saves for a batch. `peak_memory_mib`
-        is the peak during forward and backward: of tensors on a GPU, of the whole process on the CPU.
+        is the peak during forward and backward; on a GPU it counts tensors, on the CPU the whole process.
         """
         with self._measuring() as batches:
             self.model.train()
@@ -221,7 +221,7 @@ class PerformanceProfiler:
 
 
 def compare_amp_performance(model: nn.Module, loader: Iterable[Any], *args: Any, **options: Any) -> Results:
-    """Compares forward and backward in the model's precision ("float32"), in bf16 and, on a GPU, in fp16 autocast.
+    """Compares forward and backward without autocast ("float32"), with bf16 autocast and, on a GPU, with fp16 autocast.
 
     Takes the arguments of `PerformanceProfiler`. Alternates between the precisions, so that changes in the machine's
     speed affect all of them. Returns `forward_backward_ms_*`, `samples_per_second` and `peak_memory_mib` for each

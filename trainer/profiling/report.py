@@ -45,7 +45,7 @@ def write_json(path: Path, results: Mapping[str, Any]) -> None:
 
 
 def unwritable_targets(tool: Any, is_main: bool = True) -> list[str]:
-    """Returns a message for each of a tool's output paths that cannot be written, with the part of the path at fault.
+    """Returns messages about a tool's output paths that cannot be written; each names the file or folder at fault.
 
     is_main: whether this is rank 0, which writes all outputs; other ranks write only traces.
     """
@@ -62,7 +62,7 @@ def unwritable_targets(tool: Any, is_main: bool = True) -> list[str]:
 
 
 def require_writable(path: Path, kind: str = "file") -> None:
-    """Raises OSError, with the part of the path at fault, if a path cannot be written. Writes nothing.
+    """Raises OSError, with the file or folder at fault as `filename`, if a path cannot be written. Writes nothing.
 
     kind: "file", or "folder" for a folder of output files. Parent folders may be missing.
     """

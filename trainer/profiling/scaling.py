@@ -118,7 +118,7 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write_board(rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """Writes TensorBoard curves against the number of devices."""
+    """Writes TensorBoard curves of throughput, speed-up and efficiency against the number of devices."""
     with SummaryWriter(str(folder)) as board:
         for row in rows:
             mode = forms.USUAL if row["mode"] == "single" else row["mode"]
