@@ -108,7 +108,7 @@ class DataFile:
 
     @contextmanager
     def open(self) -> Iterator[IO[bytes]]:
-        """Opens the decompressed content; errors in opening, or in reading inside the context, become UserErrors."""
+        """Opens the decompressed content as a context manager; raises UserError if opening or reading it fails."""
         with reading_errors(self.where), self.source.open(self.name) as stored, _unpacked(self.name, stored) as content:
             yield content
 
@@ -263,7 +263,7 @@ def is_visible(name: str) -> bool:
 
 
 def _unpacked(name: str, stored: IO[bytes]) -> IO[bytes]:
-    """Returns a file's decompressed stream; the first bytes, or a name that ends in .gz, show the compression."""
+    """Returns a file's decompressed stream; detects the compression by the first bytes or a name that ends in .gz."""
     stored = stored if hasattr(stored, "peek") else cast(IO[bytes], io.BufferedReader(cast(io.RawIOBase, stored)))
     head = cast(io.BufferedReader, stored).peek(6)
     by_name = gzip.open if name.lower().endswith(".gz") else None

@@ -41,7 +41,7 @@ def are_out_of_order(steps: np.ndarray) -> bool:
 
 
 def rate_and_gaps(clocks: np.ndarray, in_seconds: np.ndarray) -> tuple[float | None, np.ndarray]:
-    """Returns a recording's rows per second, and indices (int64) of rows that follow a gap, by the finest clock.
+    """Returns rows per second, and indices (int64) of rows that follow a gap, both measured by the finest clock.
 
     clocks: (n, K); the finest one rises most often. in_seconds: (K,) bool, whether clocks are in seconds. The rate is
     None if no clock rises twice, if the finest clock counts rows, or if no unit gives a plausible rate.
@@ -76,7 +76,7 @@ def is_same_rate(one_hz: float, other_hz: float) -> bool:
 
 
 def usual_rate_hz(told_hz: float) -> float:
-    """Rounds a measured rate to a whole number within 0.5 %, or else to three significant digits: 99.97 -> 100."""
+    """Rounds a measured rate to a whole number if one is within 0.5 %, otherwise to three digits: 99.97 -> 100."""
     whole = round(told_hz)
     return float(whole) if abs(told_hz - whole) < 0.005 * whole else float(f"{told_hz:.3g}")
 
@@ -92,7 +92,7 @@ def middle_rate_hz(rates: Sequence[tuple[float, int]]) -> float | None:
 
 
 def seconds_of(clocks: np.ndarray, in_seconds: np.ndarray) -> np.ndarray | None:
-    """Returns seconds since the first row, (n,) float64, by the first usable clock; None without a usable clock.
+    """Returns seconds since the first row, (n,) float64, from the first usable clock; None if no clock is usable.
 
     A usable clock never falls, rises in more than 90 % of the rows, and has a known unit.
     """

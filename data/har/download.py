@@ -69,7 +69,7 @@ def _receive(address: str, path: Path, progress: Progress) -> None:
 
 
 class HttpsOnly(BaseHandler):
-    """URL handler that refuses protocols other than https, even in redirects, except http to localhost."""
+    """URL handler that refuses protocols other than https, also in redirects; http to localhost is allowed."""
 
     def _require_this_machine(self, request: Request) -> Request:
         hosts = {urlsplit(request.full_url).hostname, request.origin_req_host}

@@ -66,7 +66,7 @@ class OwnFormat:
 
 @dataclass(frozen=True)
 class OwnRecordings:
-    """Windows of the user's recordings, before the split, and remarks on how the recordings were read.
+    """Windows of the user's recordings, before the split.
 
     remarks: lines to print, beginning with a table of the columns. digest: hash of windows, labels and subjects.
     rate_hz: rows per second; None if no clock is usable.
@@ -192,7 +192,7 @@ def _build(files: Sequence[DataFile], wanted: OwnFormat) -> Arrays:
 
 
 def _spelt(keys: Iterable[str], spellings: Counter[str]) -> tuple[dict[str, str], list[str]]:
-    """Maps normalised names to their most frequent spellings; also lists equivalent spellings, such as "1 and 1.0".
+    """Maps normalised names to their most frequent spellings; also returns equivalent spellings, such as "1 and 1.0".
 
     If any name with several spellings is a whole number, all whole numbers are written without decimals.
     """

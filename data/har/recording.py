@@ -31,8 +31,8 @@ class NewWindows:
 
     where: the file's name in messages. signals: (N, C, T) float32. start_s: (N,) float64, start of each window, in
     seconds since the first row of its person and trial. duration_s: length of a window, in seconds. start_s and
-    duration_s are None for a .npy file. remarks: lines to print. cells: each window's person and trial, as spelled in
-    the file, by column.
+    duration_s are None for a .npy file. remarks: lines to print. cells: maps the columns of person
+    and trial to the windows' cells, as spelled in the file.
     """
 
     where: str
@@ -138,7 +138,7 @@ def doubt_about_units(windows: NewWindows, channels: Sequence[str], mean: np.nda
     """Describes sensors whose values are far larger or smaller than in training; returns "" if there are none.
 
     mean, std: (C,), statistics of the training channels. A sensor's channels x, y and z are judged together. Small
-    values count only for sensors that measure a constant component, such as gravity.
+    values are reported only for sensors that measure a constant component, such as gravity.
     """
     told: list[str] = []
     found = windows.signals.mean(axis=(0, 2), dtype=np.float64), windows.signals.std(axis=(0, 2), dtype=np.float64)

@@ -200,7 +200,7 @@ def read_rows(
     """Reads all rows of an opened table. advice: end of messages on cells that are not numbers.
 
     left_out: says how to treat unreadable rows, and counts them. needs_subject: whether rows without a subject count as
-    unreadable. Raises UserError, with the line, for missing columns and, with `--on-bad refuse`, unreadable rows.
+    unreadable. Raises UserError, with the line, for missing columns and, with `--on-bad refuse`, for unreadable rows.
     """
     header, decimal_comma = table.header, table.decimal_comma
     columns = signal_columns(header, channels, f"{where}, line {table.line}")

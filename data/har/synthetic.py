@@ -31,7 +31,7 @@ class _Gait:
     """Typical motion of a gait.
 
     stride_hz: strides per second; a stride is two steps.
-    acc: (3, 5) complex, amplitude in g and phase of harmonics 1 to 5 of the stride, along up, left and forward.
+    acc: (3, 5) complex, amplitude in g and phase of harmonics 1 to 5 of the stride, along axes up, left and forward.
     gyro: (3, 5) complex, amplitude in rad/s and phase of the same harmonics, about these axes.
     """
 

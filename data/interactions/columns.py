@@ -48,7 +48,7 @@ class ColumnChoice:
         return chosen
 
     def arranged(self, columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-        """Names and orders columns, given by role, so that this choice finds them; empty columns fill gaps."""
+        """Names and orders columns, given by role, as this choice expects them; empty columns fill gaps."""
         chosen = {role: self.of(role) or role for role in columns}
         numbers = {int(text): role for role, text in chosen.items() if text.isdecimal()}
         places = [numbers.get(number, f"other {number}") for number in range(1, max(numbers, default=0) + 1)]
@@ -105,8 +105,8 @@ def find_layout(first: Sequence[str], second: Sequence[str], choice: ColumnChoic
 def _are_names(first: Sequence[str], choice: ColumnChoice) -> bool:
     """Returns whether a line is a header.
 
-    A header has a chosen or usual name, or at least three columns and no number or date. A word such as "book"
-    can be a column name or an item; in a line with a date or Unix time it is an item.
+    It is one if the user chose a column by name. Otherwise, it is one if it has a usual name, or at least three columns
+    and no number; but a line with a date or Unix time is not a header: a word such as "book" is an item there.
     """
     chosen = [choice.of(role) for role in ROLES]
     if any(text is not None and text != NO_TIMES and not text.isdecimal() for text in chosen):

@@ -105,8 +105,9 @@ def distinct_below(bits: Array, limit: Array) -> Array:
     draws from the first limit - n + i + 1 numbers. If the draw was chosen before, the last of these numbers, which no
     earlier round could draw, replaces the draw.
 
-    All rounds run at once. A draw was chosen before if an earlier round drew it, which sorting shows, or chose it in
-    place of its own draw. For the second case, each round points to the round whose last number it drew.
+    All rounds run at once. Sorting shows which draws repeat an earlier draw. A draw was also chosen before if it is the
+    last number of an earlier round that replaced its own draw. To find out, each round points to the round whose last
+    number it drew.
     """
     num, least = bits.shape[1], (limit - bits.shape[1])[:, None]
     round_ = arange_like(num, bits)

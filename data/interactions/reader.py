@@ -56,10 +56,10 @@ def load_interactions(
     numbers. Repeated interactions are kept, but lines with equal user, item and time count once. Without times, file
     order is time order.
 
-    path: a file, plain or compressed with gzip, bzip2 or xz; or a folder, `.zip` or `.tar.gz` that contains
-    `ratings.dat`, `u.data` or `ratings.csv`, or else a single table (`TABLES`), or training, validation and
-    test files with the same columns (`parts_of`). k_core: drops users and items with fewer than k_core interactions
-    until all have as many; 1 or less keeps all.
+    path: a file, plain or compressed with gzip, bzip2 or xz; or a folder, `.zip` or `.tar.gz` with one of these, of
+    which the first is read: `ratings.dat`, `u.data` or `ratings.csv`; training, validation and test files with the same
+    columns (`parts_of`); a single table (`TABLES`). k_core: repeatedly drops users and items with fewer than k_core
+    interactions; 1 or less keeps all.
 
     Raises UserError if the file is missing, ambiguous or damaged, has an unreadable line or unknown columns, or if the
     k-core is empty.

@@ -330,7 +330,7 @@ def _item_sets(interactions: Interactions, users: np.ndarray, chosen: np.ndarray
 def scaled_times(interactions: Interactions, times: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
     """Returns times since each user's first time, divided by the user's smallest gap and rounded, plus 1: (n,) int32.
 
-    counts: (n,) bool, whether the gap before an interaction can be the smallest; None: any gap. Gaps of 0 are ignored;
+    counts: (n,) bool, whether to consider the gap before an interaction; None: consider all. Gaps of 0 are ignored;
     without a gap, the divisor is 1 s. Li, Wang and McAuley, "Time interval aware self-attention for sequential
     recommendation", WSDM 2020.
     """

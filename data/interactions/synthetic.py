@@ -1,7 +1,7 @@
 """Synthetic interactions: users who watch series.
 
 Each topic has a series of items in order; earlier items are better known (Zipf's law). A user likes a few topics. From
-visit to visit old interests fade, and sometimes a new interest appears. Users watch no item twice.
+visit to visit old interests fade, and sometimes a new interest appears. No user watches an item twice.
 
 SHORT_GAPS separate the items of a visit, and LONG_GAPS separate visits. Three rules choose items:
 
@@ -10,8 +10,8 @@ SHORT_GAPS separate the items of a visit, and LONG_GAPS separate visits. Three r
 - A thread is a run of sequels. At the end of the series, and sometimes earlier, the user **begins another thread** with
   a similar leap.
 
-The items do not show whether a leap is followed by its own sequel or by the sequel of the item before the leap, but the
-time before the leap does: after a short gap the leap began a thread, and after a long gap it opened a visit.
+A leap is followed by its own sequel or by the sequel of the item before the leap. The items do not show which, but the
+time before the leap does: after a short gap, the leap began a thread; after a long gap, it opened a visit.
 """
 
 from pathlib import Path

@@ -19,8 +19,8 @@ EXPECTED = "a time: a number, or a date such as 2024-05-31, 2024-05-31T18:30:00+
 def parse_times(texts: Sequence[str]) -> np.ndarray | None:
     """Parses times to (n,) int64 if all are whole, else float64; returns None if one is invalid or formats differ.
 
-    Dates become seconds since 1970, and are in UTC unless they have a time zone. For dates such as 31/05/2024, the
-    result is (n, 2) float64: the seconds if the day comes first, and if the month does; NaN for an impossible date.
+    Dates become seconds since 1970; dates without a time zone are in UTC. For dates such as 31/05/2024, the result is
+    (n, 2) float64, with the day first in column 0 and the month first in column 1; NaN marks an impossible date.
     """
     for read in (_whole_numbers, _numbers, _dates, _days_and_months):
         try:

@@ -72,7 +72,7 @@ class Recommendations:
     def __getitems__(self, keys: SampleKeys) -> dict[str, np.ndarray]:
         """Returns {"user": (B,), "place": (B,), "seen": (B, S)}, all int64.
 
-        "place" counts ranks from 0. "seen" are the users' items in `Catalogue.seen`, padded with num_items.
+        "place" is the rank, from 0. "seen" contains the users' items in `Catalogue.seen`, padded with num_items.
         """
         row, place = np.divmod(keys.index, self.num_places)
         users = self.users[row]

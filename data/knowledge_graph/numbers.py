@@ -63,8 +63,8 @@ class Numbers:
     def refuse(self, is_wrong: np.ndarray, reason: str, rows: np.ndarray | None = None, **values: np.ndarray) -> None:
         """Raises UserError for the first wrong value. is_wrong: (n,) bool.
 
-        reason: template of the message; {name} becomes the element of values[name] at the wrong value. rows: (n,), row
-        of each value; by default, value i is in row i.
+        reason: template of the message; {name} becomes the element of values[name] at the index of the wrong value.
+        rows: (n,), row of each value; by default, value i is in row i.
         """
         if is_wrong.any():
             i = int(np.argmax(is_wrong))

@@ -48,10 +48,10 @@ def load_catalogue(
         compressed. The graph is optional. Repeated entries of a file count once.
     val_share: share of each user's training items to hold out for validation, 0 <= val_share < 1, if there is no
         `valid.txt`. Every user keeps at least one training item.
-    seed: determines the validation items and, without a test file or times, the test items, which are 20 % of each
-        user's items.
-    selects_on_test: use the test set for validation too, as in the published code of KGAT; no training item is held
-        out, and `valid.txt` is ignored.
+    seed: determines the validation items and, without a test file, the test items: 20 % of each user's items, the
+        latest if there are times.
+    selects_on_test: whether to use the test set for validation too, as in the published code of KGAT; no training item
+        is held out then, and `valid.txt` is ignored.
     columns, reading: chosen columns, encoding and treatment of bad lines, for tables.
 
     Raises UserError if the data set is missing, damaged or inconsistent.

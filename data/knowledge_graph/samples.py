@@ -1,7 +1,7 @@
 """Data sets of a recommender: interactions, triples of the graph, and users for whom items are ranked.
 
-Random draws depend on seed, epoch and sample index, but not on the batch. Negatives are drawn without rejection (see
-`ItemSets`).
+Random draws depend on seed, epoch and sample index, but not on the batch. Negatives are drawn uniformly, without
+rejection (see `ItemSets`).
 """
 
 from functools import lru_cache
@@ -26,7 +26,7 @@ _STEP = 128
 
 
 class BprSamples(Movable):
-    """Data set of triples (user, item of the user, other item); it has one sample per training interaction."""
+    """Data set of triples (user, item of the user, random other item); it has one sample per training interaction."""
 
     rows_alike = True
 
@@ -55,10 +55,7 @@ class BprSamples(Movable):
         return len(self._items)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
-        """Returns {"user", "positive", "negative"}, (B,) int64 each.
-
-        Negatives are uniform among the items that the user does not have.
-        """
+        """Returns {"user", "positive", "negative"}, (B,) int64 each."""
         index = self.here(keys.index)
         bits = random_bits(self._seed, keys.epoch, index, 2, _ITEM_STREAM)
         if self._users_of_samples is not None:
@@ -106,7 +103,7 @@ class UserItems(Movable):
 
 
 class Triples(Movable):
-    """Data set of edges, each with a negative: a node that the edge's relation does not join to the edge's head.
+    """Data set of edges, each with a negative: a random node that the relation does not join to the edge's head.
 
     It has one sample per edge. The samples of an epoch go through the head nodes repeatedly, each time in a new random
     order. A sample draws one of its head's edges uniformly, as in the published code of KGAT.
@@ -139,10 +136,7 @@ class Triples(Movable):
         return len(self._tail)
 
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
-        """Returns {"head", "relation", "tail", "negative"}, (B,) int64 each.
-
-        Negatives are uniform among the nodes for which (head, relation, negative) is not an edge.
-        """
+        """Returns {"head", "relation", "tail", "negative"}, (B,) int64 each."""
         index = self.here(keys.index)
         bits = random_bits(self._seed, keys.epoch, index, 2, _TAIL_STREAM)
         turns = _turns(self._seed, keys.epoch, len(self._heads), len(self), _HEAD_STREAM, self.device)
@@ -180,7 +174,7 @@ class UsersToRank(Movable):
     def __getitems__(self, keys: SampleKeys) -> dict[str, Array]:
         """Returns {"user": (B,), "positives": (B, P), "seen": (B, S)}, int64, with lists padded with num_items.
 
-        "seen" are items that are not recommended: training items and, in the test, items of a separate validation set.
+        "seen" contains items that are not recommended: training items and, in the test, separate validation items.
         """
         users = self.users[keys.index]
         return {

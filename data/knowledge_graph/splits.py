@@ -19,8 +19,8 @@ def hold_out(
 ) -> tuple[ItemLists, ItemLists]:
     """Splits lists into kept and held-out items. share: fraction of each user's items to hold out, 0 <= share < 1.
 
-    The held-out items are the latest or, without times (n,), have the smallest hashes of seed, user and item. Rounds a
-    fractional number up with a probability equal to its fractional part. Every user keeps at least one item.
+    The held-out items are the latest or, without times (n,), those with the smallest hashes of seed, user and item. A
+    fractional number is rounded up with a probability equal to its fractional part. Every user keeps at least one item.
     """
     users, sizes = lists.users, lists.sizes
     words = random_bits(seed, 0, users << 32 | lists.items, 1, stream)[:, 0]

@@ -57,7 +57,8 @@ def load_synthetic_catalogue(cache_dir: Path, *, val_share: float, seed: int, se
 def generate() -> Arrays:
     """Returns `offsets` and `items` of the ItemLists of all interactions, and `triples` of the Catalogue.
 
-    The arrays are equal on every machine: they need only counter-based hashing, sums, products and comparisons.
+    The arrays are equal on every machine: computing them takes only counter-based hashing, sums, products and
+    comparisons.
     """
     traits = _traits()
     users, items = _borrowed(_interest(traits))

@@ -1,8 +1,9 @@
 """Reads a `Catalogue` from tables with named columns, in which users, items and entities may have any names.
 
 A table with columns such as user, item and optionally time contains the interactions; two or three such tables
-contain training, perhaps validation, and test. A table with head, relation and tail contains the graph. A table with
-item and entity maps items to entities with other names. RecBole's `.inter`, `.kg` and `.link` are such tables.
+contain the training, validation (optional) and test sets. A table with head, relation and tail contains the graph. A
+table with item and entity maps items to entities with other names. RecBole's `.inter`, `.kg` and `.link` are such
+tables.
 """
 
 from collections.abc import Sequence

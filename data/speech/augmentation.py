@@ -20,7 +20,7 @@ COLOURS = (0.0, 0.7, 0.97)
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Strengths of random changes of training utterances; strength 0, or None, disables a change.
+    """Strengths of random changes to training utterances; strength 0, or None, disables a change.
 
     speed_percent: change of playing speed, which also shifts pitch and formants. The new duration is an integer
         percentage of the old one, uniform in [100 - speed_percent, 100 + speed_percent]. Ko et al., "Audio augmentation

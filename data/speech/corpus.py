@@ -43,7 +43,7 @@ class Corpus:
 
 
 def cached_corpus(cache_dir: Path, key: str, build: Callable[[], Corpus]) -> Corpus:
-    """Returns the corpus in the cache under a key, memory-mapped; builds and caches it if absent."""
+    """Returns the corpus cached under a key, memory-mapped; builds and caches it if absent."""
     arrays = cached_arrays(cache_dir, key, lambda: _to_arrays(build()))
     facts = json.loads(arrays["facts"].tobytes())
     return Corpus(

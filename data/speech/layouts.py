@@ -70,8 +70,8 @@ def utterances_of(source: Source) -> tuple[str, list[Utterance]]:
         line: `audio_path` (or NeMo's `audio_filepath`), relative to the manifest's folder; `text`; and optionally
         `duration` in seconds and `speaker`.
     Common Voice: `train.tsv`, `dev.tsv`, `test.tsv` and a folder `clips`.
-    Metadata: `metadata.csv` or `metadata.jsonl`, a single one or one per split, with `file_name` and `transcription`,
-        as in Hugging Face's audio folders; `train.csv` and so on with such columns; or LJSpeech's `metadata.csv`.
+    Metadata: `metadata.csv` or `metadata.jsonl`, a single file or one per split, with `file_name` and `transcription`,
+        as in Hugging Face's audio folders; `train.csv` and so on with these columns; or LJSpeech's `metadata.csv`.
     VCTK: `txt/p225/p225_001.txt` and a folder with sound files.
     Speech Commands: the name of a file's folder is the word.
     LibriSpeech: `{split}/{speaker}/{chapter}/{speaker}-{chapter}.trans.txt` in the folders of the sound files.
@@ -80,8 +80,8 @@ def utterances_of(source: Source) -> tuple[str, list[Utterance]]:
         words joined by `_` (yesno). File names count as words if no file seems to contain text, each name consists of
         words or single digits, and words occur at least twice on average.
 
-    Folders `train*`, `dev*`, `val*` and `test*` are splits for LibriSpeech, text files, names made of words, and
-    metadata other than LJSpeech's.
+    In the layouts LibriSpeech, text files, names made of words, and metadata other than LJSpeech's, folders `train*`,
+    `dev*`, `val*` and `test*` are splits.
 
     Raises UserError, with file and line, for an unreadable table, and if no layout matches.
     """

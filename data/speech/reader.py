@@ -110,7 +110,7 @@ def _too_loud(names: Sequence[str]) -> dict[str, str]:
 
 
 def _read_recording(file: Path, sample_rate: int) -> tuple[np.ndarray, bool]:
-    """Returns a nonempty recording, (length,) int16, and whether it was scaled down. May raise UnreadableAudio."""
+    """Returns a non-empty recording, (length,) int16, and whether it was scaled down. May raise UnreadableAudio."""
     try:
         samples, rate = decode(read_whole(file, MOST_SOUND), file.name)
     except OSError as error:

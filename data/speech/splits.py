@@ -24,13 +24,11 @@ def hold_out(
 ) -> dict[str, np.ndarray]:
     """Returns {"train", "val", "test"}: disjoint, ascending indices of utterances, (n,) int64 each.
 
-    The split depends on names and not on the seed.
-
     split: "utterance" uses the corpus's own splits; a missing "val" or "test" is a share of the training utterances,
     chosen by hashes of names. "speaker" ignores the corpus's splits and holds out all utterances of the given
     speakers or, if none are given, of a share of speakers, chosen by hashes of names.
 
-    val_share, test_share: 0 <= share < 1, rounded to at least one utterance or speaker; 0 holds out none.
+    val_share, test_share: 0 <= share < 1; a share above 0 holds out at least one utterance or speaker.
 
     Raises UserError if a speaker is unknown or held out twice, or if no utterance is left for training.
     """

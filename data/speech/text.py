@@ -119,5 +119,5 @@ def _split(text: str, units: Units) -> Sequence[str]:
 
 
 def shortest_frames(symbols: np.ndarray) -> int:
-    """Returns how many frames CTC needs for symbols (length,): one each, plus a blank between equal neighbours."""
+    """Returns the frames that CTC needs for symbols (length,): one per symbol, and a blank between equal neighbours."""
     return len(symbols) + int(np.count_nonzero(symbols[1:] == symbols[:-1]))

@@ -61,7 +61,7 @@ class ColumnCode:
         return column.looked_up(lambda text: places.get(key(text), np.nan))
 
     def remarks(self, column: Column, source: Column) -> list[str]:
-        """Returns sentences about a new column's values that count as missing or have another format than in training.
+        """Returns sentences about a new column's values that count as missing or differ in format from training values.
 
         source: the column itself, or the column of dates from which it is derived.
         """

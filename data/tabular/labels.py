@@ -132,7 +132,7 @@ def stratified_hold_out(labels: np.ndarray, share: float, seed: int, stream: int
 
 
 def _rounded(sizes: np.ndarray, share: float) -> np.ndarray:
-    """Returns each class's number of held-out rows: share * size, by the largest-remainder method, then corrected."""
+    """Returns each class's number of held-out rows (see `stratified_hold_out`), by the largest-remainder method."""
     exact = share * sizes
     num_held = np.floor(exact).astype(np.int64)
     num_missing = round(share * int(sizes.sum())) - int(num_held.sum())

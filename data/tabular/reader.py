@@ -33,8 +33,8 @@ def read_table(path: Path, flag: str = "--data-dir", reading: Reading = STRICT) 
         Quotes and spaces around a value are removed.
         A .npz file with X of shape (n, m), numbers or strings; optionally y of shape (n,), which becomes the column y;
         and optionally names of shape (m,), the names of the columns of X.
-        A folder or archive with tables for training, test and perhaps validation. The flag --data-dir reads the
-        training table, and other flags read the test table.
+        A folder or archive with tables for training, test and perhaps validation. Reads the training table if the flag
+        is --data-dir, otherwise the test table.
     flag: the flag that gave the path. reading: encoding, and treatment of bad lines.
 
     Raises UserError, with file and line, for unreadable contents.

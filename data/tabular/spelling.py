@@ -266,10 +266,10 @@ def _are_nearly_all(fits: np.ndarray, counts: np.ndarray) -> bool:
 def _doubt(texts: Sequence[str], counts: np.ndarray, numbers: np.ndarray, rival: np.ndarray, likely: Likely) -> str:
     """Explains why the chosen decimal separator may be wrong; returns "" if there is no doubt.
 
-    numbers: values with the chosen separator. rival: values with the other one. If no string has two different values,
-    there is no doubt. If some strings are numbers with only one separator, the chosen separator must fit nearly all
-    rows of such strings. Otherwise, there is doubt only if `likely` is UNKNOWN, and strings such as 1,234 and 1500 both
-    occur.
+    numbers: values with the chosen separator. rival: values with the other one. If no string has different values
+    with the two separators, there is no doubt. If some strings are numbers with only one separator, there is doubt
+    unless nearly all their rows are numbers with the chosen one. Otherwise, there is doubt only if `likely` is UNKNOWN,
+    and strings such as 1,234 and 1500 both occur.
     """
     is_read, is_rival = ~np.isnan(numbers), ~np.isnan(rival)
     is_other, is_shown = is_read & is_rival & (numbers != rival), is_read != is_rival

@@ -40,7 +40,7 @@ def draw_columns(random: TableRandom, settings: PriorSettings, units: Tensor) ->
 def without_outliers(x: Tensor) -> Tensor:
     """Clips standardised columns, (..., T), at 4 standard deviations from the mean and standardises them again.
 
-    Both statistics are computed from a copy that is clipped to [-4, 4].
+    Mean and deviation are computed from a copy that is clipped to [-4, 4].
     """
     inner = x.clamp(-_MOST_DEVIATIONS, _MOST_DEVIATIONS)
     mean = inner.mean(-1, keepdim=True)

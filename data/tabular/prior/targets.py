@@ -17,7 +17,7 @@ def draw_labels(random: TableRandom, units: Tensor, most: int) -> tuple[Tensor, 
     """Derives labels (G, T) and each table's number of classes (G,) from units (G, U, T).
 
     Classes are intervals of the first unit, indices of the largest unit, or regions around one to three rows each.
-    Class numbers are shuffled in 70% of the tables; some labels are wrong in 30%. A table may have a single class.
+    Class numbers are shuffled in 70 % of the tables; some labels are wrong in 30 %. A table may have a single class.
     """
     num_classes = torch.where(random.chance(0.5, 1), 2, random.integer(2, most, 1))
     kind = random.uniform(1)
@@ -99,7 +99,7 @@ def _nearest(units: Tensor, rows: Tensor, num_prototypes: Tensor) -> Tensor:
 
 
 def _with_errors(random: TableRandom, labels: Tensor) -> Tensor:
-    """Replaces some labels with labels of other rows, in 30% of the tables."""
+    """Replaces some labels with labels of other rows, in 30 % of the tables."""
     rate = random.between(0, 0.3, 1) * random.chance(0.3, 1)
     num_rows = labels.shape[1]
     other = labels.gather(1, (torch.arange(num_rows) + random.integer(1, num_rows - 1, 1)) % num_rows)
