@@ -84,7 +84,7 @@ class SavedRun:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics in results.json, such as "test/loss", where NaN replaces infinity; {} until the run has finished."""
+        """Metrics of results.json, such as "test/loss", with NaN for infinity; {} until the run has finished."""
         return with_nan(self.results.get("metrics", {}))
 
     @property
@@ -141,7 +141,7 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
     model: `fit` trains a copy of it. train, val, test: torch data sets or DataLoaders; of a DataLoader, only its data
     set, batch_size, drop_last, num_workers and collate_fn are used. loss: maps the model and a batch to a tensor (B,),
     one number per sample, or to a dictionary of tensors (B,): "loss" is minimised, and the other entries are metrics. A
-    sample may have an element "weight", its number of loss terms; sums are divided by the total weight. names, collate:
+    sample may contain its number of loss terms as "weight"; sums are divided by the total weight. names, collate:
     as in `from_dataset`. optimizer: a value of `--optimizer`, a class, or a functools.partial of a class without lr.
 
     Under a launcher such as torchrun, all processes call `fit` and train together. Without a launcher,
@@ -201,7 +201,7 @@ def load(run_directory: str | Path, task: type[Task] | None = None) -> nn.Module
 
 
 def _task_of(task: Any, script: Sequence[Any], settings: dict[str, Any]) -> type[Task]:
-    """Returns the task class for the first argument of `fit`; removes from `settings` what is not a flag."""
+    """Returns the task class for the first argument of `fit`; for a model, leaves only flags in `settings`."""
     if isinstance(task, type) and issubclass(task, nn.Module):
         raise UserError(f"fit: {task.__name__} is a class, not a model; pass an instance, such as {task.__name__}(...)")
     if isinstance(task, nn.Module):
@@ -391,7 +391,7 @@ def process_restored(wait_s: float = 0.0) -> Iterator[None]:
 
 
 def _tf32_of_cudnn() -> list[tuple[Any, str]]:
-    """Returns (module, attribute) of each TF32 setting of cuDNN: two if convolutions and RNNs differ, otherwise one."""
+    """Returns (module, attribute) of cuDNN's TF32 settings: two if convolutions and RNNs have different values."""
     cudnn: Any = torch.backends.cudnn
     try:
         _ = cudnn.allow_tf32

@@ -155,7 +155,7 @@ class Option:
         vars(self).update(field.metadata)
 
     def has_effect(self, values: Mapping[str, Any], known: Mapping[str, "Option"]) -> bool:
-        """Returns whether the flags in `needs` let this flag have an effect. values, known: by field."""
+        """Returns whether `values` let this flag have an effect. values, known: given values and options, by field."""
         return all(
             owners is None or choice not in known or values.get(choice, known[choice].default) in (None, *owners)
             for choice, owners in self.needs.items()
@@ -168,12 +168,12 @@ class Option:
 
     @property
     def without_value(self) -> str:
-        """Behaviour without a value, as the help's final "(default: ...)" describes it, or ""."""
+        """What the flag does without a value, from the help's final "(default: ...)"; "" if there is none."""
         return self.help.partition(" (default: ")[2].removesuffix(")")
 
     @property
     def is_of_launcher(self) -> bool:
-        """Whether only a launcher sets this flag, for each process; config files and `fit` do not accept it."""
+        """Whether a launcher alone sets this flag, once per process; config files and `fit` do not accept it."""
         return self.hidden and self.local
 
     @property
@@ -362,8 +362,8 @@ def arguments_of(
 ) -> tuple[list[str], list[str]]:
     """Converts settings by field name to a command line; returns the command line and the problems found.
 
-    A switch takes True or False; a list may also be a tuple or range; None leaves the flag out. elsewhere: messages for
-    flags of other programs.
+    A switch takes True or False; a list may also be a tuple or range; None leaves the flag out. elsewhere: maps
+    flags of other programs to error messages.
     """
     known = options(*group_types)
     settings = with_new_names(settings, known)
@@ -476,7 +476,7 @@ def build_parser(
     command: str = "",
     shows_all: bool = True,
 ) -> argparse.ArgumentParser:
-    """Builds an argparse parser for the groups' flags, which returns values as strings without validating them.
+    """Builds an argparse parser for the groups' flags; it returns values as strings and does not validate them.
 
     Groups with the same heading share a section of the help.
 

@@ -163,15 +163,15 @@ class Objective(SeesConversions):
 
         at: position during this step; an override may omit this argument.
 
-        Every process calls it, without gradients. On a GPU it is also called after a step that changed no weights
+        Every process calls it, with gradients disabled. On a GPU it is also called after a step that changed no weights
         because its loss or gradient was not finite.
         """
 
     def start_evaluation(self) -> None:
         """Computes buffers that all batches of an evaluation share, such as embeddings of all nodes.
 
-        Every process calls it before the first batch of an evaluation and before `Task.predictions`, without gradients,
-        in the run's precision. The model is in eval mode and has the weights to evaluate. An override of
+        Every process calls it before the first batch of an evaluation and before `Task.predictions`. Gradients are
+        disabled; the model is in eval mode and in the run's precision, and has the weights to evaluate. An override of
         `Task.example_pictures` may call it too.
         """
 
@@ -184,7 +184,7 @@ class Objective(SeesConversions):
 
 
 def method_name(owner: object, method: str) -> str:
-    """Names a method of a task or an objective in messages, or the argument of `trainer.fit` that takes its place."""
+    """Returns what messages call a method: its own name, or the argument of `trainer.fit` that replaces it."""
     given_as: Mapping[str, str] = getattr(owner, "given_as", {})
     return given_as.get(method, f"{type(owner).__name__}.{method}")
 
@@ -378,14 +378,14 @@ class Task(ABC):
     def pictures(self, sums: dict[str, Tensor]) -> Mapping[str, Picture]:
         """Returns images for TensorBoard by name, drawn from the sums that `summarise` also gets.
 
-        Called on rank 0 only, after each validation and after the final test.
+        Called on rank 0 only, after each validation and the final test.
         """
         return {}
 
     def example_pictures(self, objective: Objective, batch: Batch) -> Mapping[str, Picture]:
         """Returns images of a few samples for TensorBoard by name; all calls get the same samples.
 
-        Called on rank 0 only, after each validation and after the final test, without gradients, with the evaluation's
+        Called on rank 0 only, after each validation and the final test, with gradients disabled and the evaluation's
         weights and precision. objective: unwrapped, in eval mode. batch: result of `collate` on the objective's device.
         """
         return {}
@@ -413,7 +413,7 @@ class Task(ABC):
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """Returns the columns of the `--predict` table by name, with one value per sample.
 
-        Called with the unwrapped objective in eval mode, without gradients, in the precision of `--amp`. batch: samples
+        Called with gradients disabled, in the precision of `--amp`. objective: unwrapped, in eval mode. batch: samples
         of `new_data`, from `collate`, on the objective's device. All batches must have the same columns.
         """
         raise NotImplementedError(f"{type(self).__name__} defines new_data, so it must also define predictions")
@@ -421,8 +421,8 @@ class Task(ABC):
     def exported(self, objective: Objective, batch: Batch) -> Exported | None:
         """Returns the module that `--export` writes, with example inputs: the model, or an exportable equivalent.
 
-        Called for several evaluation batches with the unwrapped objective in eval mode, without gradients, after
-        `start_evaluation`. The first call's module is exported. batch: result of `collate` on the objective's device.
+        Called after `start_evaluation` for several evaluation batches, with gradients disabled. The first call's module
+        is exported. objective: unwrapped, in eval mode. batch: result of `collate` on the objective's device.
 
         Returns None, the default, to export the objective's `model` with the inputs that the objective passes to it.
         """
@@ -546,7 +546,7 @@ class Task(ABC):
         return ()
 
     def lr_factor(self, step: int, total: int) -> float | None:
-        """Returns the factor, at least 0, by which to multiply `--lr` at an optimizer step, including warm-up.
+        """Returns the factor, at least 0, that multiplies `--lr` at an optimizer step; it also replaces the warm-up.
 
         step: completed optimizer steps of all phases. total: steps of the run if all epochs are as long as the first;
         later steps use the last factor. The result may depend only on `step`, `total` and `at`.
@@ -567,7 +567,7 @@ class Task(ABC):
     def on_epoch_start(self, objective: Objective, epoch: int, progress: ProgressBar) -> None:
         """Updates persistent buffers of the model before an epoch.
 
-        Every process calls it without gradients, in the run's precision; all processes must compute the same buffers.
+        Every process calls it, with gradients disabled and in the run's precision, and must compute the same buffers.
         Not called when a run resumes within an epoch. objective: unwrapped, on this process's device. progress:
         `progress(items, "label")` iterates over items with a progress bar.
         """

@@ -90,7 +90,7 @@ class Buffers:
         self._pending = flat, group.start_sum_in_place(flat)
 
     def agree(self, strategy: Strategy) -> None:
-        """Sets running statistics, after a step's last backward pass, to their mean over processes weighted by samples.
+        """After a step's last backward pass, sets running statistics to their sample-weighted mean over processes.
 
         All processes must call this method. Raises UserError if a persistent buffer changed its shape.
         """
@@ -353,7 +353,7 @@ class ForwardState:
         }
 
     def restore(self, saved: Mapping[str, Tensor]) -> None:
-        """Loads buffers that `saved` returned; skips buffers whose shape differs, as after a change of flags."""
+        """Loads buffers that `saved` returned; skips buffers whose shape has changed."""
         own = self.saved()
         for path, value in saved.items():
             if path in own and own[path].shape == value.shape:

@@ -33,8 +33,8 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     """Copies the run's state and writes the copy in the background; `BackgroundSaver.finish` waits for the write.
 
     value: the monitored metric; None without validation. All processes must call this function. Raises UserError if the
-    model differs between processes, or if the previous checkpoint could not be written. If the disk was full, only logs
-    a message.
+    model differs between processes, or if the previous checkpoint could not be written; if the disk was full, logs a
+    message instead.
     """
     strategy, learner, progress = run.strategy, run.learner, run.progress
     for watch in run.watches:

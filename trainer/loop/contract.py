@@ -100,7 +100,7 @@ def check_task(task: Task) -> None:
 def check_batch(task: Task, batch: object, size: int) -> None:
     """Checks the batch that `Task.collate` returns for `size` samples. Raises UserError if it is invalid.
 
-    All tensors need the same length, because DataParallel splits them along dim 0 and silently drops unmatched chunks.
+    Tensors must have equal lengths, because DataParallel splits them along dim 0 and silently drops unmatched chunks.
     """
 
     def refuse(problem: str) -> NoReturn:
@@ -248,7 +248,7 @@ def check_exchanges(learner: Learner, strategy: Strategy, phase: str, order: Sam
 def check_single_samples(
     learner: Learner, strategy: Strategy, phase: str, order: SampleOrder, split: BatchSplit, example: Batch
 ) -> None:
-    """Raises UserError if a training forward pass would get one sample, which a batch norm of the model rejects.
+    """Raises UserError if a training forward pass would get a single sample, which a batch norm of the model rejects.
 
     Runs a trial, because BatchNorm2d accepts a single sample of several pixels. All processes must call this function.
     """
@@ -286,7 +286,7 @@ def leaves_a_single_sample(strategy: Strategy, global_batch_size: int, micro_bat
 
 @contextmanager
 def _leaving_no_trace(learner: Learner, net: nn.Module, strategy: Strategy) -> Iterator[Callable[[], list[Change]]]:
-    """Context for trial forward passes in train mode; yields a function that returns the changes, undone on exit."""
+    """Context for trial forward passes in train mode; yields a function that lists changes; undoes them on exit."""
     net.train()
     with leaving_no_trace(learner.objective) as changes, strategy.keeping_generators():
         yield changes

@@ -1,4 +1,4 @@
-"""Evaluates the model, and calls the task's methods for metrics, pictures and epochs."""
+"""Evaluates the model, and calls the task's methods at the start of an epoch and after an evaluation."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack

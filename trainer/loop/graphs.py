@@ -182,7 +182,7 @@ class GraphedLearner(Learner, Watch):
     def resume(self) -> None:
         """Drops all graphs if a module attribute, an optimizer setting or the address of a model tensor has changed.
 
-        At an epoch's start, schedules comparisons with eager runs for each phase's next replay and all new graphs.
+        At an epoch's start, schedules a comparison with an eager run for each phase's next replay and each new graph.
         """
         if self._progress.position.at_epoch_start:
             self._due |= {*self.params, *self._untried}
@@ -365,7 +365,7 @@ class GraphedLearner(Learner, Watch):
         return outputs
 
     def _is_wanted(self, key: Key) -> bool:
-        """Returns whether to capture a graph for a signature; may first free cached memory of eager steps."""
+        """Returns whether to capture a graph for a signature; may empty PyTorch's cache and drop an older graph."""
         if not self._recordings.is_wanted(key):
             return False
         if torch.cuda.mem_get_info(self.device)[0] < torch.cuda.memory_reserved(self.device):

@@ -128,9 +128,9 @@ class JointLearner(Learner, Watch):
     ) -> Callable[[Rows], Sums]:
         """Returns a function that turns a micro-batch's outputs into sums with the joint loss's gradients.
 
-        parts: outputs of each micro-batch. num_samples: samples in each micro-batch, 0 for a placeholder batch. The
-        loss from the function's last call also backpropagates to parameters that the joint loss uses directly. Only
-        this call returns nonzero sums.
+        parts: outputs of each micro-batch. num_samples: samples in each micro-batch, 0 for a placeholder batch. Only
+        the function's last call returns nonzero sums; its loss also backpropagates to the parameters that the joint
+        loss uses directly.
         """
         counted = [part for part, num in zip(parts, num_samples, strict=True) if num] or parts[:1]
         kinds = [kinds_of(part) for part in counted]

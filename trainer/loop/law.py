@@ -1,7 +1,7 @@
 """Checks that an objective's sums over the parts of a batch add up to its sums over the whole batch.
 
 The check finds losses that are means instead of sums, and losses that couple samples. With these losses, results would
-depend on the numbers of devices and of samples per forward pass.
+depend on the number of devices and on the samples per forward pass.
 """
 
 import time

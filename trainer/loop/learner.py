@@ -53,7 +53,7 @@ class Learner:
         return sum(p.numel() for p in self.objective.parameters())
 
     def advice_if_diverged(self, peak: float) -> str:
-        """Returns advice for error messages, naming flags that can prevent divergence. peak: peak learning rate."""
+        """Returns advice for error messages: flags that can prevent divergence. peak: peak learning rate."""
         clipping = f"stronger gradient clipping (--max-grad-norm, now {self.max_grad_norm:g}; 0 means no clipping)"
         return f"use a lower --lr (peak learning rate now {peak:g}), a longer warm-up (--warmup-epochs), or {clipping}"
 
@@ -132,7 +132,7 @@ class Learner:
         return sums
 
     def begin_evaluation(self) -> None:
-        """Prepares an evaluation; called in eval mode with the weights to evaluate, before the first forward pass."""
+        """Prepares an evaluation; the model is in eval mode and has the weights to evaluate."""
 
     def evaluate(self, net: nn.Module, strategy: Strategy, batch: Batch) -> Outputs:
         """Returns the objective's outputs for a batch in eval mode. net: from `Strategy.evaluation_module`."""

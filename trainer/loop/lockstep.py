@@ -73,7 +73,7 @@ def _blocks(tensors: Iterable[Tensor], most: int) -> Iterator[Tensor]:
 
 
 class Account(NamedTuple):
-    """Description of one process's model; all descriptions are gathered if fingerprints (hashes) differ.
+    """Description of one process's model; all descriptions are gathered if fingerprints differ.
 
     member: name of the process. kind: type of device; equal types compute bit-identical results. hashes: hash of
     each tensor. changed: names of buffers that were replaced or written to since training began.
@@ -88,9 +88,9 @@ class Account(NamedTuple):
 class Lockstep(Watch):
     """Compares parameters and persistent buffers of all processes at intervals and before every save.
 
-    every: optimizer steps between comparisons; 0 disables them. On a GPU, compares fingerprints (hashes) some steps
-    after it computes them, so that the host need not wait. If fingerprints differ, all processes raise UnfitState,
-    which names the tensors and ranks. If processes have different types of devices, they log a message instead.
+    every: optimizer steps between comparisons; 0 disables them. On a GPU, compares fingerprints some steps after
+    it computes them, so that the host need not wait. If fingerprints differ, all processes raise UnfitState, which
+    names the tensors and ranks. If processes have different types of devices, they log a message instead.
     """
 
     def __init__(self, objective: nn.Module, strategy: Strategy, every: int) -> None:
@@ -181,7 +181,7 @@ class Lockstep(Watch):
         }  # fmt: skip
 
     def _sides(self, hashes: Sequence[int]) -> list[list[int]]:
-        """Finds the first shard whose hashes differ; returns its ranks grouped by hash, smallest group first, or []."""
+        """Returns the ranks of the first shard whose hashes differ, by hash, smallest group first; [] if all agree."""
         for part in range(self._strategy.shard_size):
             ranks = range(part, len(hashes), self._strategy.shard_size)
             if len({hashes[rank] for rank in ranks}) > 1:

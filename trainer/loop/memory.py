@@ -127,7 +127,7 @@ class MemoryGuard:
     def make_room(self, phase: int, say: Callable[[str], None]) -> None:
         """Undoes a step that ran out of memory, and frees CUDA graphs.
 
-        Without graphs to free, halves the micro-batch size. If a launcher must restart all processes, always halves it
+        If there are no graphs, halves the micro-batch size. If a launcher must restart all processes, always halves it
         and raises RestartNeeded. Raises UserError if a single sample does not fit.
         """
         self._learner.objective.zero_grad(set_to_none=True)
@@ -241,7 +241,7 @@ class MemoryGuard:
         return fits
 
     def _forward_and_backward(self, task: Task, plan: Plan, phase: int) -> None:
-        """Runs a phase's forward and backward pass twice: with optimizer states in memory, then also with gradients."""
+        """Runs a phase's forward and backward pass twice: with optimizer states in memory, then with gradients too."""
         name, learner = task.phases[phase], self._learner
         held = [torch.empty_like(p) for p in moments_of(learner.optimizers[name], only_to_come=True)]
         last_epoch = max(0, plan.num_steps - 1) // plan.steps_per_epoch  # if samples grow, they are largest at the end

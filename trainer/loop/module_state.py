@@ -225,7 +225,7 @@ class Change(NamedTuple):
 
 @contextmanager
 def leaving_no_trace(module: nn.Module) -> Iterator[Callable[[], list[Change]]]:
-    """Context in which forward passes change copies of a module's buffers and attributes; restores these on exit.
+    """Context where forward passes change copies of a module's buffers and attributes; restores the originals on exit.
 
     Yields a function that returns all changes that forward passes have made so far. They change TorchScript buffers
     directly; the values are restored on exit.
@@ -242,7 +242,7 @@ def leaving_no_trace(module: nn.Module) -> Iterator[Callable[[], list[Change]]]:
 
 
 class _Scripted:
-    """Buffers of TorchScript modules, which forward passes change in place, with copies for restoring them."""
+    """Restores buffers of TorchScript modules, which forward passes change in place, from copies."""
 
     def __init__(self, module: nn.Module) -> None:
         self._found = [

@@ -21,7 +21,7 @@ NUM_SAMPLES_SHOWN = 8
 class StepOutcomes(Watch):
     """Detects non-finite steps, and raises UnfitState or counts them as skipped.
 
-    advice: text for error messages, naming flags that can prevent divergence.
+    advice: text for error messages that names flags which can prevent divergence.
 
     On the CPU, each step is checked immediately. On a GPU, this class copies `StepResult.alarm` to the host in groups
     of `GROUP_SIZE` steps. It reads a group when the next is full, so that all processes handle alarms at the same step.

@@ -54,7 +54,7 @@ class TreeSum:
 
 
 class PartsLearner(Learner):
-    """Learner for `--parts`: every micro-batch is one part, and gets its own gradients. Skips parts without samples."""
+    """Learner for `--parts`: every micro-batch is one part with its own gradients. Skips parts without samples."""
 
     buffers: "PartBuffers"
 
@@ -120,8 +120,8 @@ def as_rows(parts: Sequence[Mapping[str, Tensor]]) -> Sums:
 class PartBuffers(Buffers):
     """Updates buffers with `--parts`: the forward of every part starts from the state before the step.
 
-    A step changes running statistics by the mean of the parts' changes, weighted by their numbers of samples. To
-    counters such as `num_batches_tracked`, it adds the changes of all parts. All other state that forward passes change
+    A step changes running statistics by the mean of the parts' changes, weighted by their numbers of samples. It
+    adds the changes of all parts to counters such as `num_batches_tracked`. All other state that forward passes change
     is taken from part 0.
     """
 
@@ -184,7 +184,7 @@ class PartTotals(Totals):
         super().add(sums, weights, applied if isinstance(applied, Tensor) else True)
 
     def _added(self, before: Tensor | None, parts: Tensor) -> Tensor:
-        """Adds values one by one, so that the sums' bits do not depend on when a save reads them."""
+        """Adds values one by one, so that a save that reads the sums does not change the order of later additions."""
         return sum(parts, torch.zeros_like(parts[0]) if before is None else before)
 
     def unreduced(self) -> dict[str, Tensor]:
@@ -194,7 +194,7 @@ class PartTotals(Totals):
         return {name: sum_of_neighbours(value) for name, value in self.rows(group).items()}
 
     def rows(self, group: Group) -> dict[str, Tensor]:
-        """Gathers the sums of all processes' parts, (parts, ...) by name. All processes must call this method."""
+        """Gathers the sums of all processes' parts as tensors (parts, ...). All processes must call this method."""
         return {name: value.flatten(0, 1) for name, value in as_rows(group.gather(super().unreduced())).items()}
 
 

@@ -149,10 +149,10 @@ class PlannedStep(NamedTuple):
 class Plan:
     """Schedule of a run's steps, metric reports and validations.
 
-    epochs, max_steps: length of the run in epochs or in optimizer steps; one of the two is None. With 0 epochs, the
-    run takes no steps. orders: sample order of each phase. turns: optimizer steps that each phase takes
-    before the next phase; empty if each phase runs once per epoch. eval_every, eval_every_steps: epochs or optimizer
-    steps between validations; both None without a validation set.
+    epochs, max_steps: length of the run in epochs or in optimizer steps; one of the two is None. orders: sample
+    order of each phase. turns: optimizer steps that each phase takes before the next phase; empty if each phase runs
+    once per epoch. eval_every, eval_every_steps: epochs or optimizer steps between validations; both None without a
+    validation set.
     """
 
     epochs: int | None
@@ -182,7 +182,7 @@ class Plan:
 
     @cached_property
     def samples_per_epoch(self) -> int:
-        """Samples per epoch, added over all phases; if phases take turns, only the first phase counts."""
+        """Samples per epoch, summed over all phases; if phases take turns, only the first phase counts."""
         return self.phase_sizes[0] if self.turns else sum(self.phase_sizes)
 
     @cached_property
@@ -211,7 +211,7 @@ class Plan:
         return self.eval_every_steps is not None and num_steps % self.eval_every_steps == 0
 
     def logs_after(self, num_steps: int, step: PlannedStep, interval: int) -> bool:
-        """Returns whether to log a step: every `interval`-th, or one per phase and interval if phases take turns."""
+        """Returns whether to log a step: every `interval`-th; if phases take turns, one per phase in each interval."""
         is_last_of_turn = step.after.turn == 0
         return num_steps >= interval and num_steps % interval < (sum(self.turns) or 1) and is_last_of_turn
 

@@ -142,7 +142,7 @@ def gradient_norm(grads: list[Tensor]) -> Tensor:
 
 
 def _coalesced_values(params: Sequence[Tensor]) -> list[Tensor]:
-    """Coalesces sparse gradients; returns all gradients, sparse ones as views of their values, (rows, columns).
+    """Coalesces sparse gradients; returns their values, (rows, columns), as views, and the dense gradients.
 
     An uncoalesced gradient may contain a row several times, which would change the norm.
     """

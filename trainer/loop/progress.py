@@ -47,7 +47,7 @@ class Progress(SavedProgress):
         self.misses_samples = False
 
     def advance(self, position: Position, samples: int = 0, own_samples: int = 0) -> None:
-        """Advances by one optimizer step. samples: number of its samples. own_samples: number on this process."""
+        """Advances by one optimizer step. samples, own_samples: the step's samples, in total and on this process."""
         self.position = position
         self.step += 1
         self.samples += samples

@@ -42,8 +42,8 @@ class Recorder:
     def record(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Captures a call of the function without computing anything; returns the graph and the call's result.
 
-        Raises the function's exceptions, and RuntimeError for operations that cannot be captured. After an exception,
-        drop earlier graphs: they no longer draw from the device's random number generator.
+        Raises the function's exceptions, and RuntimeError for operations that cannot be captured. The caller must
+        then drop earlier graphs, which no longer draw from the device's random number generator.
         """
         graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self._device.index]
         before = generator.clone_state()
@@ -266,8 +266,8 @@ def difference(
     """Returns the name of a value that differs from the expected value beyond rounding, or None.
 
     replayed: replays the graph and returns the values. The tolerance grows with the difference between replays, which
-    comes from nondeterministic sums. A number that the host computed during the capture is equal in all replays, so
-    an outdated one is detected. rounding: maximum tolerance, relative to a tensor's largest absolute value.
+    comes from nondeterministic sums. An outdated number that the capture stored is detected: it is equal in all replays
+    and does not raise the tolerance. rounding: maximum tolerance, relative to a tensor's largest absolute value.
     """
     if expected.keys() != found.keys():
         return min(expected.keys() ^ found.keys())

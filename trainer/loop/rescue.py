@@ -47,7 +47,7 @@ class AppliedStep:
     """A step that the host has submitted to the device. progress: the run's progress after the step.
 
     applied, forward, changes: tell whether the device has finished the step, has started the next step, and has started
-    to change weights in it.
+    that step's update.
     """
 
     progress: Progress

@@ -17,7 +17,7 @@ def lr_factor(progress: float, warmup: float, total: float, floor: float, schedu
     ignores. "plateau" equals "constant" in this function, because only `LearningRate` reduces the rate.
 
     "cosine" follows Loshchilov and Hutter, 2017, eq. 5. "wsd" (warm-up, stable, decay: Hu et al., 2024,
-    arXiv:2404.06395) decays as 1 - sqrt, which reaches a lower loss than a linear decay (Hägele et al., 2024, sec. 3).
+    arXiv:2404.06395) uses the "1 - sqrt" decay (Hägele et al., 2024, sec. 3), which outperforms linear decay.
 
     The trainer evaluates the factor at the middle of each global batch, which approximates its mean over the batch. The
     first factor is thus above 0, the last factor is above the floor, and all batch sizes follow the same curve.

@@ -69,7 +69,7 @@ class Totals:
         self._kept, self._weights, self._applied = [], [], []
 
     def _added(self, before: Tensor | None, parts: Tensor) -> Tensor:
-        """Adds the sum of `parts`, (n, ...), along dim 0 to `before`, which is the sum so far or None."""
+        """Sums `parts`, (n, ...), along dim 0 and adds `before`, the sum so far; None counts as zero."""
         added = parts.sum(0)
         return added if before is None else before + added
 
@@ -87,7 +87,7 @@ class Totals:
     def reduced(self, group: Group) -> dict[str, Tensor]:
         """Returns the sums over all processes, including "weight", in float64 on the CPU; {} if nothing was added.
 
-        Waits for the device. All processes must call this method. Raises UserError if shapes differ by process.
+        Waits for the device. All processes must call this method. Raises UserError if shapes differ between ranks.
         """
         parts = self.unreduced()
         shapes = _common_shapes({name: tuple(parts[name].shape) for name in sorted(parts)}, group)

@@ -63,7 +63,7 @@ def train(run: Run) -> None:
 def train_epoch(run: Run) -> None:
     """Trains to the end of the current epoch or of the run, with one optimizer step per global batch.
 
-    Just before each step, reports metrics if due. If the run stops before that, the resumed run reports them.
+    A report due after a step is made just before the next step; if the run stops in between, the resumed run makes it.
     """
     progress, plan = run.progress, run.plan
     if progress.position.at_epoch_start:
@@ -110,7 +110,7 @@ def end_segment(watches: Sequence[Watch], log: Log) -> None:
 
 
 def train_window(run: Run, window: Window, agreed: Agreed) -> None:
-    """Runs one optimizer step; logs and saves if due. agreed: values summed over all processes."""
+    """Runs one optimizer step, then logs and saves if either is due. agreed: values summed over all processes."""
     strategy, plan, progress, settings = run.strategy, run.plan, run.progress, run.settings
     group = strategy.group
     step, phase, record, logs = window.step, run.task.phases[window.step.phase], None, False
@@ -159,7 +159,7 @@ def saves_after_step(progress: Progress, plan: Plan, interval: int, clock_asks: 
     """Returns whether to save a checkpoint after the latest step; False if a mid-epoch report is about to save one.
 
     At an epoch's end a run may save twice: before the validation, which may take long, and after it. interval:
-    steps between saves, or 0. clock_asks: whether rank 0's clock requests a save, ignored for two steps after a save.
+    steps between saves, or 0. clock_asks: whether rank 0's clock requests a save (ignored within two steps of a save).
     """
     num_steps = progress.step
     is_due = (clock_asks and num_steps > progress.last_save + 2) or (interval > 0 and num_steps % interval == 0)
