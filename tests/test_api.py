@@ -107,7 +107,7 @@ def test_fit_trains_like_the_command_line(settings, train, tmp_path, monkeypatch
     assert (run.state, str(run.path)) == ("finished", "fit")
 
 
-def test_settings_go_before_those_of_files(train, tmp_path):
+def test_settings_override_files(train, tmp_path):
     lines = [
         f"{name.replace('_', '-')} = {value}" for name, value in (SETTINGS | {"lr": 0.5, "drop_last": "true"}).items()
     ]
@@ -122,7 +122,7 @@ def test_settings_go_before_those_of_files(train, tmp_path):
 
 
 @pytest.mark.parametrize("line", ["seeds = 3", "folds = 2", "eval-only = true", "predict = 'README.md'"])
-def test_a_file_may_not_ask_for_more_than_a_run(line, tmp_path):
+def test_a_config_file_may_not_start_several_runs(line, tmp_path):
     (tmp_path / "my.toml").write_text(line)
     name = line.partition(" ")[0].replace("-", "_")
     with pytest.raises(trainer.UserError, match=f"^{name}, set in a config file: fit trains one run"):
@@ -131,13 +131,13 @@ def test_a_file_may_not_ask_for_more_than_a_run(line, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_file_may_ask_for_processes(tmp_path):
+def test_a_config_file_may_start_processes(tmp_path):
     (tmp_path / "two.toml").write_text('multi-gpu = "ddp"\nnproc = 2\ndevice = "cpu"\n')
     _, run = trainer.fit(Weighted, config=tmp_path / "two.toml", save_dir=tmp_path / "run", **SETTINGS)
     assert run.results["world_size"] == 2
 
 
-def test_out_of_time_it_is_paused(tmp_path):
+def test_a_run_out_of_time_is_paused(tmp_path):
     metrics, run = trainer.fit(Weighted, save_dir=tmp_path, max_minutes=1e-9, **SETTINGS)
     assert (metrics, run.state, run.results) == ({}, "paused", {})
     metrics, run = trainer.fit(Weighted, save_dir=tmp_path, **SETTINGS)
@@ -147,7 +147,7 @@ def test_out_of_time_it_is_paused(tmp_path):
     assert (metrics, run.state) == ({}, "paused")
 
 
-def test_either_goes_on_with_what_the_other_began(train, tmp_path):
+def test_each_resumes_runs_of_the_other(train, tmp_path):
     train(tmp_path / "cli")
     train(tmp_path / "cli", "--epochs", 2)
     train(tmp_path / "there")
@@ -158,7 +158,7 @@ def test_either_goes_on_with_what_the_other_began(train, tmp_path):
     same_run(tmp_path / "cli", tmp_path / "back")
 
 
-def test_the_recorded_command_line_gives_the_run_again(cli, tmp_path):
+def test_the_recorded_command_line_repeats_the_run(cli, tmp_path):
     trainer.fit(Weighted, save_dir=tmp_path, **SETTINGS)
     recorded = json.loads((tmp_path / "config.json").read_text())["command_line"]
     status, out, _ = cli(*recorded)
@@ -173,7 +173,7 @@ def test_a_finished_run_is_found_finished(tmp_path):
 
 
 @pytest.mark.parametrize("step", [1, STEPS_PER_EPOCH + 1])
-def test_an_interrupted_fit_saves_and_goes_on_to_the_bit(step, acts, tmp_path):
+def test_an_interrupted_fit_saves_and_resumes_bit_identically(step, acts, tmp_path):
     settings = SETTINGS | {"epochs": 2}
     trainer.fit(Actor, save_dir=tmp_path / "whole", **settings)
     acts(interrupt, step)
@@ -183,7 +183,7 @@ def test_an_interrupted_fit_saves_and_goes_on_to_the_bit(step, acts, tmp_path):
     same_run(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_a_scheduler_s_signal_saves_and_ends_the_script(acts, tmp_path):
+def test_a_signal_of_the_scheduler_saves_and_ends_the_script(acts, tmp_path):
     acts(lambda: os.kill(os.getpid(), signal.SIGTERM), 1)
     with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
         trainer.fit(Actor, save_dir=tmp_path, **SETTINGS)
@@ -221,7 +221,7 @@ def test_history_holds_the_records_in_order(tmp_path):
 # --- mistakes ----------------------------------------------------------------------------------------------------
 
 
-def test_all_mistakes_are_told_together(capsys, tmp_path):
+def test_all_mistakes_are_reported_together(capsys, tmp_path):
     wrong = {
         "lrr": 1, "num_trian": 3, "epochs": 0, "lr": "fast", "fresh": "yes", "gpu_ids": [], "seeds": 2,
         "predict": "x.csv", "resume_from": tmp_path / "none.pth", "hang_timeout_s": 5, "patience": 3,
@@ -243,19 +243,19 @@ def test_all_mistakes_are_told_together(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("given", [Weighted.Config, object()])
-def test_what_is_no_task_is_refused(given, tmp_path):
+def test_values_that_are_not_tasks_are_refused(given, tmp_path):
     with pytest.raises(trainer.UserError, match=r"must be an nn\.Module, a subclass of trainer\.Task"):
         trainer.fit(given, save_dir=tmp_path / "run")
 
 
-def test_a_refusal_of_the_run_is_raised_and_not_printed(tmp_path, capsys):
+def test_a_refusal_is_raised_not_printed(tmp_path, capsys):
     with pytest.raises(trainer.UserError, match="--drop-last"):
         trainer.fit(Weighted, save_dir=tmp_path, drop_last=True, **(SETTINGS | {"batch_size": 100}))
     assert capsys.readouterr().err == ""
     assert trainer.fit(Weighted, save_dir=tmp_path, **SETTINGS).run.state == "finished"
 
 
-def test_an_error_of_the_task_is_raised_as_it_is(acts, capsys, tmp_path):
+def test_an_error_of_the_task_is_raised_unchanged(acts, capsys, tmp_path):
     acts(fail, 2)
     with pytest.raises(ZeroDivisionError, match="by the task") as raised:
         trainer.fit(Actor, save_dir=tmp_path, **SETTINGS)
@@ -312,7 +312,7 @@ def global_state():
 
 
 @pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="torch 2.9 or newer")
-def test_a_precision_of_convolutions_alone_is_put_back():
+def test_a_precision_set_only_for_convolutions_is_restored():
     """By torch's newer switches. Its older one then raises where it is read."""
     cudnn = torch.backends.cudnn
     cudnn.conv.fp32_precision = "ieee"
@@ -326,7 +326,7 @@ def test_a_precision_of_convolutions_alone_is_put_back():
 
 
 @pytest.mark.parametrize("end", ["finished", "interrupted", "failed", "refused"])
-def test_the_process_is_as_it_was(end, acts, tmp_path):
+def test_fit_restores_the_process(end, acts, tmp_path):
     def change_everything():
         random.random()
         np.random.random()
@@ -357,7 +357,7 @@ def test_the_process_is_as_it_was(end, acts, tmp_path):
 
 
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")])
-def test_a_run_is_the_same_whatever_is_set_around_it(around, train, tmp_path):
+def test_a_run_ignores_global_settings_of_the_process(around, train, tmp_path):
     train(tmp_path / "cli")
     with around():
         before = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_device()
@@ -367,7 +367,7 @@ def test_a_run_is_the_same_whatever_is_set_around_it(around, train, tmp_path):
     assert {(value.device.type, value.is_inference()) for value in model.parameters()} == {("cpu", False)}
 
 
-def test_a_lock_of_tqdm_stays():
+def test_the_lock_of_tqdm_is_restored():
     """Of a user who had bars before the trainer was imported."""
     code = "from tqdm import tqdm; lock = tqdm.get_lock(); import trainer.logs.console; assert tqdm.get_lock() is lock"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
@@ -377,7 +377,7 @@ def test_a_lock_of_tqdm_stays():
 
 
 @pytest.mark.parametrize("settings", [{}, {"ema_decay": 0.9, "dtype": "float64"}])
-def test_load_returns_the_model_that_is_scored(settings, tmp_path):
+def test_load_returns_the_scored_model(settings, tmp_path):
     run = trainer.fit(Weighted, save_dir=tmp_path, **(SETTINGS | settings | {"epochs": 3, "dropout": 0.5})).run
     expected = load(tmp_path / "best.pth")["model"]
     before, files = global_state(), contents(tmp_path)
@@ -390,7 +390,7 @@ def test_load_returns_the_model_that_is_scored(settings, tmp_path):
     assert global_state() == before and contents(tmp_path) == files
 
 
-def test_load_finds_a_class_of_a_function_while_it_is_there(tmp_path):
+def test_load_finds_a_class_defined_in_a_function(tmp_path):
     """Without running its file once more."""
     (tmp_path / "script.py").write_text(f"""
 import gc
@@ -421,7 +421,7 @@ except trainer.UserError as error:
     assert "does not execute" in last and last.endswith("pass the task class as task=")
 
 
-def test_load_says_what_is_missing(train, tmp_path):
+def test_load_names_what_is_missing(train, tmp_path):
     with pytest.raises(trainer.UserError, match="contains no intact checkpoint"):
         trainer.load(tmp_path / "none")
     assert not (tmp_path / "none").exists()
@@ -438,7 +438,7 @@ def test_load_says_what_is_missing(train, tmp_path):
         trainer.load(tmp_path / "run", HarTask)
 
 
-def test_names_of_tasks():
+def test_values_of_the_task_flag():
     class Weighted(HarTask):
         pass
 
@@ -532,7 +532,7 @@ def test_fit_in_processes(start, num_told, script, command, tmp_path):
 
 
 @pytest.mark.slow
-def test_all_ranks_raise_what_is_wrong(script):
+def test_all_ranks_raise_the_error(script):
     done = script(launcher=("torchrun", "--nproc_per_node=2", "--no-python", sys.executable), more="lrr=1,")
     assert done.returncode == 1
     assert len(re.findall("UserError: lrr: no such setting", done.stderr)) >= 1
@@ -547,7 +547,7 @@ def test_a_script_without_a_guard_is_refused(script, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_interrupt_of_the_whole_group_stops_the_processes_in_order(script, tmp_path):
+def test_an_interrupt_stops_all_processes_cleanly(script, tmp_path):
     """As the server of a notebook sends it: to the process that called `fit`, and to all of its group."""
 
     def interrupt_group(process):
@@ -563,7 +563,7 @@ def test_an_interrupt_of_the_whole_group_stops_the_processes_in_order(script, tm
     assert "returned finished" in script(more=OWN, folders=("a",)).stdout
 
 
-def test_processes_that_are_killed_at_once_are_not_taken_for_stopped(monkeypatch, tmp_path):
+def test_killed_processes_are_not_reported_as_stopped(monkeypatch, tmp_path):
     """Although the start before them was."""
     (tmp_path / "state.json").write_text('{"state": "preempted"}')
     again = {"save_dir": tmp_path, "multi_gpu": "ddp", "nproc": 2, "device": "cpu"}
@@ -578,7 +578,7 @@ def test_processes_that_are_killed_at_once_are_not_taken_for_stopped(monkeypatch
 
 
 @pytest.mark.slow
-def test_processes_that_fail_or_refuse_are_an_exception(tmp_path):
+def test_failed_or_refused_processes_raise(tmp_path):
     settings = SETTINGS | {"multi_gpu": "ddp", "nproc": 2, "device": "cpu", "save_dir": tmp_path}
     with pytest.raises(trainer.UserError, match="started failed; see their messages on standard error"):
         trainer.fit(Weighted, **(settings | {"drop_last": True, "batch_size": 100}))
@@ -596,7 +596,7 @@ class Unlearnable(Weighted):
         return WeightedObjective(torch.nn.Identity(), 0.0)
 
 
-def test_a_model_without_parameters_is_refused_in_words(tmp_path):
+def test_a_model_without_parameters_is_refused_with_a_message(tmp_path):
     with pytest.raises(UserError, match=r"Unlearnable.param_groups: phase 'train': trains no parameters"):
         trainer.fit(Unlearnable, save_dir=tmp_path, **SETTINGS)
 
@@ -606,7 +606,7 @@ class Undefined(Weighted):
         return super().summarise(sums) | {"auc": float("nan"), "ratio": float("inf")}
 
 
-def test_metrics_without_a_number_are_null_in_strict_json(tmp_path):
+def test_nan_metrics_are_null_in_strict_json(tmp_path):
     metrics, _ = trainer.fit(Undefined, save_dir=tmp_path, **SETTINGS)
     assert np.isnan(metrics["test/auc"])
 

@@ -11,20 +11,20 @@ LINES_AND_FILES = {
     "common": (973, 8),
     "failure": (667, 4),
     "loading": (1762, 11),
-    "logs": (795, 6),
+    "logs": (794, 6),
     "loop": (6610, 30),
     "parallel": (3004, 14),
     "trainer": (2778, 8),
 }
 """Of each room of trainer/ but profiling; "trainer" is the files in none."""
 BENCHMARKS = 5094
-TESTS = 54165
+TESTS = 54159
 FUNCTIONS_WITH_RUN = {"commands": 4, "loop": 10}
 FILES_OF_STEP, FUNCTIONS_OF_STEP = 19, 58
 """What one step of har enters on one process."""
 
 
-def test_rooms_keep_to_their_budgets():
+def test_rooms_stay_within_their_line_budgets():
     over = {
         room: found
         for room, found in budget.lines_and_files_of_rooms().items()

@@ -66,7 +66,7 @@ class Odd(FlagGroup):
     name: str = flag(None, "needed")
 
 
-def test_a_default_that_its_flag_refuses_is_a_problem_unless_a_value_is_given():
+def test_an_invalid_default_is_an_error_unless_a_value_is_given():
     _, problems = parse_flags([Odd], [])
     assert problems == [
         "--limit inf, its default: must be a finite number",
@@ -77,11 +77,11 @@ def test_a_default_that_its_flag_refuses_is_a_problem_unless_a_value_is_given():
 
 
 @pytest.mark.parametrize("given", ["3,4,5", "3 4 5", "3, 4, 5", "3,4 5"])
-def test_lists_have_commas_or_spaces(given):
+def test_lists_are_separated_by_commas_or_spaces(given):
     assert read("--sizes", *given.split())[0].sizes == (3, 4, 5)
 
 
-def test_help_heads_a_group_with_its_docstring():
+def test_help_prints_the_docstring_of_a_group():
     class Described(Example):
         """Example.
 
@@ -114,7 +114,7 @@ def test_a_switch_can_be_undone(argv, on, extra):
     assert (example.on, example.extra, problems) == (on, extra, [])
 
 
-def test_files_add_up_and_may_have_commas_in_their_names():
+def test_several_files_are_merged_and_may_have_commas_in_their_names():
     @dataclass
     class Files(FlagGroup):
         """Files"""
@@ -126,7 +126,7 @@ def test_files_add_up_and_may_have_commas_in_their_names():
 
 
 @pytest.mark.parametrize("names", [("colour, main", "b"), ("a,", ",b"), (",",), ("a\\b", "c"), ("a b", "c")])
-def test_names_in_a_list_may_have_commas(names):
+def test_names_in_a_list_may_contain_commas(names):
     @dataclass
     class Names(FlagGroup):
         """Names"""
@@ -185,7 +185,7 @@ def test_values_survive_json_and_checkpoints():
     assert json.loads(json.dumps(values))["--sizes"] == [1, 2]
 
 
-def test_mistakes_across_groups_and_in_the_task_are_found_together():
+def test_errors_across_groups_and_in_the_task_are_reported_together():
     argv = "--batch-size 0 --lr -1 --hidden-dims 0 --amp fp16 --dtype float64 --warmup-epochs 3 --epochs 2".split()
     _, problems = parse(argv, several_devices=False)
     for name in ("--batch-size 0", "--lr -1", "--hidden-dims 0", "--amp fp16", "--warmup-epochs 3"):
@@ -200,7 +200,7 @@ def test_help_names_every_task(capsys):
 
 
 @pytest.mark.parametrize(("task", "says"), [("har", True), ("seqrec", False)])
-def test_help_says_what_a_task_labels_where_it_is_chosen(task, says, capsys):
+def test_help_describes_what_the_chosen_task_labels(task, says, capsys):
     with pytest.raises(SystemExit):
         parse(["--task", task, "--help-all"], several_devices=False)
     assert ("the CSV file of one recording" in capsys.readouterr().out) == says
@@ -215,19 +215,19 @@ def test_help_says_what_a_task_labels_where_it_is_chosen(task, says, capsys):
         ("tests/helpers/weighted_task.py:Network", "must be a subclass"),
     ],
 )
-def test_wrong_task_does_not_hide_other_mistakes(task, message):
+def test_a_wrong_task_does_not_hide_other_errors(task, message):
     _, problems = parse(["--task", task, "--lr", "x", "--of-the-task", "3"], several_devices=False)
     assert len(problems) == 2
     assert message in problems[0]
     assert "--lr x" in problems[1]
 
 
-def test_a_hidden_flag_is_taken_from_python_and_one_of_a_launcher_is_not():
+def test_fit_accepts_hidden_flags_but_not_launcher_flags():
     argv, problems = arguments_of(TRAINER_GROUPS, {"no_amp": True, "local_rank": 0})
     assert (argv, problems) == (["--no-amp"], ["local_rank: no such setting; see --help"])
 
 
-def test_older_names_of_switches_stay_valid():
+def test_earlier_names_of_switches_stay_valid():
     @dataclass
     class Flags(FlagGroup):
         """Flags."""

@@ -17,7 +17,7 @@ def test_a_process_that_a_test_starts_ignores_no_stop_signal():
 
 
 @pytest.mark.slow
-def test_nor_where_pytest_was_told_to_ignore_them():
+def test_signals_reach_processes_although_pytest_ignores_them():
     def ignore():
         for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)

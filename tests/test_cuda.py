@@ -19,11 +19,11 @@ def run(part, folder, *more):
 
 
 @pytest.mark.parametrize("part", RIGHT_OR_WRONG)
-def test_part_holds_with_little_work(part, tmp_path):
+def test_a_benchmark_parts_checks_hold_for_small_work(part, tmp_path):
     run(part, tmp_path, "--small")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", RIGHT_OR_WRONG)
-def test_part_holds(part, tmp_path):
+def test_a_benchmark_parts_checks_hold(part, tmp_path):
     run(part, tmp_path)

@@ -41,7 +41,7 @@ def wrong(found):
 
 
 @pytest.mark.parametrize("name", IN_THIS_PROCESS)
-def test_part_runs_on_the_cpu(name, setting):
+def test_a_benchmark_part_runs_on_the_cpu(name, setting):
     found = found_by(importlib.import_module(f"benchmarks.on_gpu.{name}").measure, setting)
     assert found
     assert not wrong(found)
@@ -57,7 +57,7 @@ def test_script_runs_on_the_cpu(tmp_path):
     assert all(found["status"] == "ended" and found["figures"] for found in parts.values())
 
 
-def test_exact_tells_other_weights(setting, monkeypatch):
+def test_part_exact_detects_different_weights(setting, monkeypatch):
     def with_another_seed(setting, name, *flags, device=None, **more):
         return part.run(setting, name, *flags, *(["--seed", 1] if "again" in name else []), device=device, **more)
 
@@ -66,12 +66,12 @@ def test_exact_tells_other_weights(setting, monkeypatch):
     assert names == ["kg-lightgcn, weights", "kg-lightgcn, scores"]
 
 
-def test_values_of_other_bits_are_unlike():
+def test_values_with_other_bits_are_unequal():
     assert part.unlike({"model": torch.tensor([0.0])}, {"model": torch.tensor([-0.0])}) == ["/model"]
     assert part.unlike({"model": torch.tensor([torch.nan])}, {"model": torch.tensor([torch.nan])}) == []
 
 
-def test_poisoned_tells_a_step_that_was_applied(setting, monkeypatch):
+def test_part_poisoned_detects_an_applied_step(setting, monkeypatch):
     monkeypatch.setattr(
         "trainer.loop.precision._step_on_host", lambda optimizers, *rest: [o.step() for o in optimizers]
     )
@@ -79,13 +79,13 @@ def test_poisoned_tells_a_step_that_was_applied(setting, monkeypatch):
     assert {"off", "bf16"} <= set(names)  # weights that are not finite are never saved
 
 
-def test_snapshot_tells_what_came_after(setting, monkeypatch):
+def test_part_snapshot_detects_later_changes(setting, monkeypatch):
     monkeypatch.setattr(snapshot, "snapshot", lambda state, reusable: state)
     names = [each["name"] for each in wrong(found_by(snapshot.measure, setting))]
     assert names == [f"copy {count} is of its moment" for count in (1, 2, 3)]
 
 
-def test_part_goes_on_after_what_it_raises(setting):
+def test_a_benchmark_part_continues_after_an_exception(setting):
     def measure(setting, report):
         report.attempt("first", lambda: 1 / 0)
         report.check("second", True)
@@ -109,7 +109,7 @@ def outcome(tmp_path, limit_s, all_s=60.0, **programs):
     return json.loads((tmp_path / "gpu.json").read_text())["parts"], status
 
 
-def test_a_part_that_overruns_is_ended_with_its_figures_and_the_next_one_runs(tmp_path):
+def test_a_benchmark_part_that_overruns_keeps_its_figures_and_the_next_runs(tmp_path):
     child = "import subprocess; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     started = time.monotonic()
     parts, status = outcome(tmp_path, 3.0, long=TELL % True + child, short=TELL % True)
@@ -120,7 +120,7 @@ def test_a_part_that_overruns_is_ended_with_its_figures_and_the_next_one_runs(tm
     assert status == 1
 
 
-def test_what_does_not_hold_and_what_fails_is_told(tmp_path, capsys):
+def test_failed_checks_and_errors_are_reported(tmp_path, capsys):
     parts, status = outcome(tmp_path, 60.0, wrong=TELL % False, failed="raise SystemExit('in vain')", right=TELL % True)
     assert parts["wrong"] == {
         "status": "ended",
@@ -137,7 +137,7 @@ def test_what_does_not_hold_and_what_fails_is_told(tmp_path, capsys):
     assert status == 1
 
 
-def test_no_part_begins_when_the_time_is_up_or_the_machine_is_not_known(tmp_path):
+def test_no_benchmark_part_starts_without_time_or_machine(tmp_path):
     parts, status = outcome(tmp_path, 60.0, 0.0, short=TELL % True)
     assert parts["short"]["status"] == "left out, because the time was up"
     parts, status = outcome(tmp_path, 60.0, **{MACHINE: "raise SystemExit(1)", "other": TELL % True})
@@ -145,7 +145,7 @@ def test_no_part_begins_when_the_time_is_up_or_the_machine_is_not_known(tmp_path
     assert status == 1
 
 
-def test_figures_are_in_the_file_before_the_part_ends(tmp_path):
+def test_figures_are_written_before_the_part_ends(tmp_path):
     """As they are when the script is cut short."""
     look = "time.sleep(.5); print(json.dumps({'name': 'seen', 'value': open(sys.argv[-1] + '/../../gpu.json').read()}))"
     results = tmp_path / "gpu.json"
@@ -155,7 +155,7 @@ def test_figures_are_in_the_file_before_the_part_ends(tmp_path):
     assert (seen["status"], seen["figures"]) == ("under way", {"x": 3})
 
 
-def test_document_tells_every_part_and_its_commands_are_understood():
+def test_the_page_lists_every_part_and_its_commands_parse():
     text = (ROOT / "docs" / "gpu.md").read_text()
     told = re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", text, re.MULTILINE)
     assert {name: float(minutes) for name, minutes in told} == PARTS

@@ -194,7 +194,7 @@ def report(offenders: Iterable[Found]) -> str:
 # --- rooms -------------------------------------------------------------------------------------------------------
 
 
-def test_every_module_has_a_room():
+def test_every_module_belongs_to_a_room():
     """A package of trainer/, or one of its few files; and the table knows no other."""
     astray = {path.name for path in (ROOT / "trainer").glob("*.py")} ^ FILES_OF_TRAINER
     assert not astray, f"trainer/ holds {', '.join(sorted(FILES_OF_TRAINER))} and packages: {astray}"
@@ -207,7 +207,7 @@ def is_package(folder: Path) -> bool:
     return (folder / "__init__.py").exists() or folder.name == "__pycache__"
 
 
-def test_no_circle_of_rooms():
+def test_no_import_cycle_of_rooms():
     rooms = {room: {room_of(name) for name in allowed} for room, allowed in ARROWS.items()}
     TopologicalSorter(rooms).prepare()  # raises CycleError, which names it
 
@@ -245,7 +245,7 @@ def may_import(module: str, name: str) -> bool:
         ("examples.own_task", "trainer.task", False),
     ],
 )
-def test_arrows_are_read_as_meant(module, name, allowed):
+def test_arrows_in_the_diagram_are_parsed(module, name, allowed):
     assert may_import(module, name) == allowed
 
 
@@ -260,7 +260,7 @@ def test_imports_follow_the_arrows():
     assert not broken, "\n".join(broken)
 
 
-def test_no_circle_of_modules():
+def test_no_import_cycle_of_modules():
     imports = {module: {found.name for found in project_imports(module)} for module in modules()}
     try:
         TopologicalSorter(imports).prepare()
@@ -309,7 +309,7 @@ def test_arithmetic_needs_no_torch(module):
 
 
 @pytest.mark.parametrize("library", HOMES)
-def test_library_stays_in_its_rooms(library):
+def test_a_library_is_imported_only_in_its_rooms(library):
     offenders = [
         Found(module, path, line, name)
         for module, path in modules().items()
@@ -371,7 +371,7 @@ def test_private_names_of_torch_stay_in_one_file():
     assert not offenders, f"private names of torch belong to {PRIVATE_NAMES} alone:\n{report(offenders)}"
 
 
-def test_private_names_are_found(tmp_path):
+def test_private_names_are_detected(tmp_path):
     (tmp_path / "model.py").write_text(
         "import torch\nfrom torch.utils._pytree import tree_map\n"
         "class Model(torch.nn.Module):\n    def _apply(self, fn): return super()._apply(fn)\n"
@@ -388,7 +388,7 @@ def test_private_names_are_found(tmp_path):
     }
 
 
-def test_weights_reach_a_model_in_one_place():
+def test_weights_are_loaded_in_one_place():
     """States of optimizers, the scaler and streams, and a part of a fresh model from `initialise`, are other things."""
     strategy = {"trainer.parallel.strategy", "trainer.parallel.ddp", "trainer.parallel.optimizer_states"}
     homes = {
@@ -409,7 +409,7 @@ def test_weights_reach_a_model_in_one_place():
     assert callers == homes
 
 
-def test_rank_variables_stay_in_their_room():
+def test_rank_variables_are_used_only_in_their_room():
     offenders = [
         Found(module, path, node.lineno, node.value)
         for module, path in modules().items()

@@ -89,7 +89,7 @@ def run(site, environment, tmp_path):
     return run
 
 
-def test_the_package_is_alone_and_names_nothing_outside_itself(site):
+def test_the_package_imports_nothing_outside_itself(site):
     assert {path.name for path in site.iterdir()} - {"bin"} <= {"lockstep", "lockstep-0.2.0.dist-info"}
     paths = [*(site / "lockstep").rglob("*.py")]
     modules = {".".join(path.relative_to(site / "lockstep").with_suffix("").parts) for path in paths} - {"__main__"}
@@ -105,7 +105,7 @@ def test_the_package_is_alone_and_names_nothing_outside_itself(site):
     assert (site / "lockstep" / "configs" / "har" / "4gpu.toml").is_file()
 
 
-def test_what_it_needs_is_what_a_clone_needs_without_its_tests():
+def test_the_package_needs_what_a_clone_needs_without_tests():
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert {*needed, "pytest"} == {*(ROOT / "requirements.txt").read_text().split()}
 
@@ -130,7 +130,7 @@ def test_an_import_that_cannot_be_rewritten_is_refused():
         setup.installed_form("import trainer.task")
 
 
-def test_a_project_keeps_its_own_folders_and_is_trained(run, tmp_path):
+def test_a_project_with_folders_of_the_same_names_is_trained(run, tmp_path):
     """Alone, and then on two processes under torchrun; its folders have the names of the clone's packages."""
     flags = ("--task", "sides.py:Sides", "--device", "cpu", "--save-dir", "run")
     run("-m", "lockstep", *flags, "--epochs", 1, "--num-workers", 1)
@@ -149,7 +149,7 @@ def test_processes_are_started_and_measured(run):
 
 
 @pytest.mark.slow
-def test_weights_and_presets_come_with_it(run, tmp_path):
+def test_the_package_contains_weights_and_presets(run, tmp_path):
     (tmp_path / "project" / "table.py").write_text(TABLE)
     assert run("table.py") == "[0, 1]\n"
     printed = run("-m", "lockstep", "--config", "configs/har/4gpu.toml", "--print-config")
@@ -158,7 +158,7 @@ def test_weights_and_presets_come_with_it(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_clone_and_package_resume_each_other(run, command, tmp_path):
+def test_clone_and_package_resume_each_others_runs(run, command, tmp_path):
     flags = ("--mode", "first", "--hidden-dims", 4, "--save-dir", tmp_path / "run", "--max-steps")
     run("-m", "lockstep", *flags, 2)
     for again, steps in (
@@ -176,7 +176,7 @@ def test_clone_and_package_resume_each_other(run, command, tmp_path):
 CHOSEN = (
     "tests/loop/test_max_steps.py",
     "tests/checkpoint/test_earlier_versions.py",
-    "tests/commands/test_predict.py::test_table_is_what_the_model_says",
+    "tests/commands/test_predict.py::test_the_written_table_equals_the_models_predictions",
 )
 """What of the tests of the clone the package must pass too: runs that stop, go on, are older, and are used."""
 IN_OTHER_FORM = "saves_by_the_clock or pauses_when or takes_none_of_its_time or a_kill_gives"

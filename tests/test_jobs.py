@@ -51,7 +51,7 @@ def world(tmp_path_factory):
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", JOBS)
-def test_a_job_learns_what_its_own_loop_learns(name, world_size, world):
+def test_a_job_matches_its_bare_loop(name, world_size, world):
     folder = world(world_size)
     found = load(folder / name / "last.pth")
     assert found["step"] == NUM_STEPS

@@ -62,7 +62,7 @@ def outside(environment, tmp_path):
 
 
 @pytest.mark.parametrize("more", [(), pytest.param(("--multi-gpu", "ddp", "--nproc", 2), marks=pytest.mark.slow)])
-def test_a_program_has_the_workloads_that_it_hands_in(more, outside, tmp_path):
+def test_a_program_has_the_workloads_that_it_registers(more, outside, tmp_path):
     """The first is the default, and names the folder of its runs; processes that are started have them too."""
     (tmp_path / "workloads_of_a_program.py").write_text(WORKLOADS)
     outside(PROGRAM, *more, "--epochs", 1, "--device", "cpu")
@@ -70,7 +70,7 @@ def test_a_program_has_the_workloads_that_it_hands_in(more, outside, tmp_path):
     assert "Built-in tasks: line, har." in outside(PROGRAM, "--help")
 
 
-def test_a_script_has_those_beside_the_trainer_unless_a_package_of_its_own_has_their_name(outside, run_here, tmp_path):
+def test_a_script_has_the_built_in_workloads_unless_its_own_package_shadows_them(outside, run_here, tmp_path):
     run_here("--max-steps", 1, "--mode", "first", "--hidden-dims", 4, "--save-dir", tmp_path / "run")
     assert outside(LOADING, tmp_path / "run") == "Standardised\n"
     (tmp_path / "tasks").mkdir()
@@ -107,7 +107,7 @@ def test_a_package_that_cannot_be_imported_is_named(package, content, told, run_
     assert told in run_here("--task", f"{folder / 'arms.py'}:Arms", status=2).err
 
 
-def test_names_and_classes_are_those_of_the_registry(monkeypatch):
+def test_names_and_classes_match_the_registry(monkeypatch):
     assert registry.workloads() is TASKS and registry.default_task() == "har"
     assert registry.find_task("har") is HarTask and registry.name_of(HarTask) == "har"
     monkeypatch.setattr(registry, "_handed_in", {"other": Weighted, "another": "tasks.har:HarTask"})
@@ -118,6 +118,6 @@ def test_names_and_classes_are_those_of_the_registry(monkeypatch):
         registry.find_task("har")
 
 
-def test_without_workloads_a_file_is_asked_for(monkeypatch, refused):
+def test_without_workloads_task_must_be_a_file(monkeypatch, refused):
     monkeypatch.setattr(registry, "_handed_in", {})
     refused(["--task: must be path/to/file.py:ClassName"])

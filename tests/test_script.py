@@ -106,7 +106,7 @@ def bare_loop(make_optimizer, num_steps=6, batch_size=8):
     "train", [TRAIN, Pairs(), DataLoader(Pairs(), 8), Subset(TRAIN, range(40)), {"x": X[:40], "y": Y[:40]}]
 )
 @pytest.mark.parametrize("more", [{}, {"batch_size": 3, "global_batch_size": 8}])
-def test_learns_what_a_bare_loop_learns(train, more, tmp_path):
+def test_matches_a_bare_loop(train, more, tmp_path):
     optimizer = partial(torch.optim.SGD, momentum=0.9)
     settings = {"batch_size": 8, "max_grad_norm": 0, "optimizer": optimizer, **more}
     _, run = fit(tmp_path, train, **settings)
@@ -116,7 +116,7 @@ def test_learns_what_a_bare_loop_learns(train, more, tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, partial(torch.optim.AdamW, weight_decay=0.5)])
-def test_an_optimizer_brings_its_settings(optimizer, tmp_path):
+def test_an_optimizer_keeps_its_settings(optimizer, tmp_path):
     _, run = fit(tmp_path, batch_size=8, max_grad_norm=0, optimizer=optimizer)
     expected = bare_loop(lambda parameters: optimizer(parameters, lr=0.05))
     for name, weight in run.load().state_dict().items():
@@ -131,7 +131,7 @@ def test_the_model_is_copied(tmp_path):
     assert not torch.equal(run.load()[0].weight, before["0.weight"])
 
 
-def test_scores_are_those_of_the_best_epoch_and_nothing_is_scored_twice(tmp_path, monkeypatch):
+def test_scores_come_from_the_best_epoch_and_nothing_is_scored_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "check_sums", lambda *arguments, **more: [])  # whose forwards would be counted
     forwards = []
 
@@ -149,7 +149,7 @@ def test_scores_are_those_of_the_best_epoch_and_nothing_is_scored_twice(tmp_path
 
 
 @pytest.mark.parametrize("val", [None, TensorDataset(X[40:], 1 - Y[40:])], ids=["no validation", "epoch 1 is best"])
-def test_a_run_has_the_same_scores_from_whichever_checkpoint_it_goes_on(val, tmp_path):
+def test_a_run_resumed_from_any_checkpoint_has_the_same_scores(val, tmp_path):
     settings = {"val": val, "max_steps": None, "epochs": 3, "save_every_steps": 1, "keep_checkpoints": 0}
     metrics, run = fit(tmp_path, **settings)
     assert "train/loss" in metrics and run.results["weights"]["epoch"] == (3 if val is None else 1)
@@ -159,12 +159,12 @@ def test_a_run_has_the_same_scores_from_whichever_checkpoint_it_goes_on(val, tmp
         assert fit(tmp_path, save_dir=tmp_path / str(i), **settings)[0] == metrics
 
 
-def test_with_a_test_set_it_is_scored(tmp_path):
+def test_a_given_test_set_is_scored(tmp_path):
     metrics, _ = fit(tmp_path, test=VAL)
     assert list(metrics) == ["test/loss"]
 
 
-def test_neither_validation_nor_test(tmp_path):
+def test_no_validation_and_no_test_set(tmp_path):
     metrics, _ = fit(tmp_path)
     assert list(metrics) == ["train/loss"]
 
@@ -195,7 +195,7 @@ def test_predicts_in_order(tmp_path):
     assert torch.equal(classes, model(X[40:]).argmax(1))
 
 
-def test_says_what_it_cannot_predict(tmp_path):
+def test_unpredictable_models_are_reported(tmp_path):
     _, run = fit(tmp_path, model=nn.ModuleDict({"a": net()}), loss=lambda model, batch: nll(model["a"], batch))
     mapped, asked = "outputs(model, batch) returned", "; pass `outputs`, which maps the model and a batch to a tensor"
     for data, settings, message in (
@@ -211,7 +211,7 @@ def test_says_what_it_cannot_predict(tmp_path):
             run.predict(data, **settings)
 
 
-def test_goes_on_and_names_another_loss(tmp_path, capsys):
+def test_a_resume_with_another_loss_warns(tmp_path, capsys):
     fit(tmp_path, max_steps=4)
     _, run = fit(tmp_path, max_steps=6)
     whole = trainer.fit(net(), TRAIN, nll, names=NAMES, save_dir=tmp_path / "whole", max_steps=6, **EXACT)[1]
@@ -232,7 +232,7 @@ def test_goes_on_and_names_another_loss(tmp_path, capsys):
         (partial(torch.optim.AdamW, amsgrad=True), torch.optim.AdamW, None),
     ],
 )
-def test_an_optimizer_goes_on_only_with_a_state_that_it_can_use(before, after, message, tmp_path):
+def test_an_optimizer_resumes_only_from_a_fitting_state(before, after, message, tmp_path):
     fit(tmp_path, optimizer=before)
     with pytest.raises(UserError, match=re.escape(message)) if message else nullcontext():
         assert fit(tmp_path, optimizer=after, max_steps=8)[1].results["step"] == 8
@@ -251,7 +251,7 @@ def test_a_few_samples_identify_the_data():
     assert digest(Noisy(np.random.default_rng(0).random)) is None  # another noise for every reading
 
 
-def test_goes_on_with_other_data_and_says_so(tmp_path, capsys):
+def test_a_resume_with_other_data_warns(tmp_path, capsys):
     fit(tmp_path, val=VAL, max_steps=4)
     capsys.readouterr()
     _, run = fit(tmp_path, TensorDataset(X[20:], Y[20:]), val=TensorDataset(X[:20], Y[:20]))
@@ -259,7 +259,7 @@ def test_goes_on_with_other_data_and_says_so(tmp_path, capsys):
     assert run.state == "finished"
 
 
-def test_a_loss_only_in_training_is_refused_before_it(tmp_path):
+def test_a_loss_that_works_only_in_training_is_refused_before_training(tmp_path):
     def loss(model, batch):
         return {"loss" if model.training else "other": nll(model, batch)}
 
@@ -267,7 +267,7 @@ def test_a_loss_only_in_training_is_refused_before_it(tmp_path):
         fit(tmp_path, loss=loss, val=VAL)
 
 
-def test_a_finished_run_has_no_results_of_other_data(tmp_path):
+def test_a_finished_run_returns_no_results_of_other_data(tmp_path):
     fit(tmp_path, val=VAL)
     with pytest.raises(UserError, match=r"a finished run on other data, with --lr .* instead of .*; choose another"):
         fit(tmp_path, TensorDataset(X[20:], Y[20:]), val=TensorDataset(X[:20], Y[:20]), lr=0.1)
@@ -275,7 +275,7 @@ def test_a_finished_run_has_no_results_of_other_data(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_losses_of_few_digits_are_added_in_float32(dtype, tmp_path):
+def test_half_precision_losses_are_added_in_float32(dtype, tmp_path):
     """Their sum is above the largest float16, and bfloat16 rounds it to a multiple of 512."""
 
     def large(model, batch):
@@ -290,7 +290,7 @@ def test_a_monitor_that_is_never_a_number_is_named(tmp_path, capsys):
     assert "No finite val/loss of a checkpoint is known; scoring the last weights." in capsys.readouterr().out
 
 
-def test_a_workload_by_its_name(tmp_path):
+def test_a_workload_is_found_by_name(tmp_path):
     metrics, _ = trainer.fit("har", save_dir=tmp_path, max_steps=1, num_threads=1, device="cpu", no_test=True)
     assert "val/accuracy" in metrics
 
@@ -310,7 +310,7 @@ print("ends", first, second, run.results["world_size"])
 """
 
 
-def test_a_script_is_run_again_for_each_rank(tmp_path):
+def test_a_script_is_rerun_for_each_rank(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -321,7 +321,7 @@ def test_a_script_is_run_again_for_each_rank(tmp_path):
     assert ends.endswith(" 2")
 
 
-def test_a_prompt_is_told_what_to_type(tmp_path):
+def test_a_prompt_shows_the_command_to_run(tmp_path):
     code = SCRIPT.replace('print("begins")', "")
     done = subprocess.run([sys.executable, "-"], input=code, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1
@@ -465,7 +465,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("settings", "message"), REFUSED.values(), ids=REFUSED)
-def test_mistakes_are_named(settings, message, tmp_path):
+def test_errors_are_named(settings, message, tmp_path):
     with pytest.raises(UserError) as error:
         fit(tmp_path, **settings)
     assert message in str(error.value)
@@ -481,7 +481,7 @@ def test_mistakes_are_named(settings, message, tmp_path):
         ((nn.Linear, TRAIN, nll), r"fit: Linear is a class, not a model; pass an instance, such as Linear\(...\)"),
     ],
 )
-def test_what_does_not_belong_together_is_named(arguments, message):
+def test_invalid_first_arguments_are_named(arguments, message):
     with pytest.raises(UserError, match=message):
         trainer.fit(*arguments)
 
@@ -493,7 +493,7 @@ def test_a_model_of_torch_jit_is_refused(compiled, tmp_path):
         fit(tmp_path, model=compiled(net()))
 
 
-def test_what_depends_on_the_batch_is_told_in_words_of_the_script(tmp_path, capsys):
+def test_batch_dependence_is_reported_in_terms_of_the_script(tmp_path, capsys):
     fit(tmp_path, loss=lambda model, batch: nll(model, batch) + model(batch["x"]).mean() ** 2)
     out = capsys.readouterr().out
     assert "fit: the loss in train mode: 'loss' is " in out and "devices: let a sample's number depend on this" in out
@@ -509,7 +509,7 @@ def test_the_loss_of_another_file_is_refused(tmp_path):
         fit(tmp_path, loss=nn.functional.l1_loss, max_steps=8)
 
 
-def test_a_loader_says_what_is_taken_of_it(tmp_path, capsys):
+def test_a_dataloader_reports_which_settings_are_used(tmp_path, capsys):
     fit(tmp_path, loader(shuffle=True, drop_last=True, batch_size=7), val=loader(batch_size=5))
     out = capsys.readouterr().out
     assert "Taken from the DataLoader train: its data set, batch_size 7, drop_last True, num_workers 0." in out
@@ -528,7 +528,7 @@ def test_only_the_script_has_the_model(tmp_path, run_here):
         assert message in err
 
 
-def test_own_collate(tmp_path):
+def test_a_custom_collate(tmp_path):
     def collate(items):
         return {"x": torch.stack([x for x, _ in items]), "y": torch.stack([y for _, y in items])}
 

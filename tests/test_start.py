@@ -63,6 +63,6 @@ assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
 
 
 @pytest.mark.slow
-def test_a_compiler_that_is_imported_while_a_model_is_wrapped_works(environment):
+def test_importing_the_compiler_while_wrapping_a_model_works(environment):
     """As by another thread. And what stands for it has the default of torch."""
     subprocess.run([sys.executable, "-c", IMPORTED_MEANWHILE], cwd=ROOT, env=environment, check=True, timeout=180)

@@ -55,7 +55,7 @@ def read(*argv, several_devices=False):
     return flags
 
 
-def test_a_task_brings_defaults_and_the_command_line_overrides_them(stating):
+def test_the_command_line_overrides_defaults_of_a_task(stating):
     flags = read("--epochs", "7")
     assert (flags.learning.lr, flags.batch.batch_size, flags.run.epochs) == (0.02, 16, 7)
     assert flags.learning.weight_decay == 0.01  # not stated
@@ -72,7 +72,7 @@ def test_help_shows_the_defaults_of_the_task(stating, capsys):
     assert "epochs of linear warm-up [1.0]" in shown
 
 
-def test_a_switch_that_a_task_turns_can_be_turned_back(monkeypatch, capsys):
+def test_a_switch_set_by_a_task_can_be_reset(monkeypatch, capsys):
     defaults = {"drop_last": True, "no_test": True}
     monkeypatch.setitem(TASKS, "stating", type("Switching", (Weighted,), {"defaults": defaults}))
     flags = read()
@@ -93,7 +93,7 @@ def test_a_flag_displaces_the_default_that_it_excludes(stating):
     assert read("--no-amp=false").precision.amp == "bf16"
 
 
-def test_another_optimizer_displaces_the_settings_of_the_task_s(monkeypatch):
+def test_another_optimizer_drops_the_tasks_settings(monkeypatch):
     defaults = {"optimizer": "sgd", "momentum": 0.9}
     monkeypatch.setitem(TASKS, "stating", type("Pushing", (Weighted,), {"defaults": defaults}))
     assert read("--lr", "0.1").learning.momentum == 0.9
@@ -126,7 +126,7 @@ def test_another_optimizer_displaces_the_settings_of_the_task_s(monkeypatch):
         ({"lr": None}, "--lr (none): must be a number"),
     ],
 )
-def test_wrong_defaults_are_the_tasks_mistake(defaults, message, monkeypatch):
+def test_invalid_defaults_are_the_tasks_error(defaults, message, monkeypatch):
     task = type("Wrong", (Weighted,), {"defaults": defaults})
     monkeypatch.setitem(TASKS, "wrong", task)
     with pytest.raises(UserError, match=r"Wrong\.defaults: ") as raised:
@@ -134,7 +134,7 @@ def test_wrong_defaults_are_the_tasks_mistake(defaults, message, monkeypatch):
     assert message in str(raised.value)
 
 
-def test_defaults_of_flags_for_several_devices_stand_on_one(monkeypatch):
+def test_multi_device_defaults_are_accepted_on_one_device(monkeypatch):
     task = type("Slow", (Weighted,), {"defaults": {"dist_timeout_s": 30, "warmup_steps": None}})
     monkeypatch.setitem(TASKS, "slow", task)
     assert parse(["--task", "slow"], several_devices=False)[1] == []
@@ -157,7 +157,7 @@ def sizes_of_forwards(run):
     return sizes
 
 
-def test_metrics_do_not_depend_on_the_batch_of_evaluation():
+def test_metrics_do_not_depend_on_the_evaluation_batch_size():
     expected = None
     for size in (1, 5, 17, 100):  # of 17 samples
         run = assembled(SingleDevice(CPU), "--batch-size", "3", "--eval-batch-size", str(size))
@@ -168,7 +168,7 @@ def test_metrics_do_not_depend_on_the_batch_of_evaluation():
         assert metrics == pytest.approx(expected, rel=1e-12)
 
 
-def test_batch_of_evaluation_is_that_of_training_unless_told():
+def test_the_evaluation_batch_size_defaults_to_training():
     """Even where training takes less at once, to make up a small global batch."""
     run = assembled(SingleDevice(CPU), "--batch-size", "8", "--global-batch-size", "2")
     sizes = sizes_of_forwards(run)
@@ -176,7 +176,7 @@ def test_batch_of_evaluation_is_that_of_training_unless_told():
     assert sizes == [8, 8, 1]
 
 
-def test_batch_of_evaluation_is_per_device():
+def test_the_evaluation_batch_size_is_per_device():
     run = assembled(ReplicasOnCpu(3), "--eval-batch-size", "5")
     sizes = sizes_of_forwards(run)
     evaluate(run, "val")
@@ -191,7 +191,7 @@ def train(directory, *argv):
     assert main(arguments, several_devices=False) == 0
 
 
-def test_goes_on_from_any_checkpoint_validating_at_the_same_epochs(stating, tmp_path, signals_restored):
+def test_resumes_from_any_checkpoint_and_validates_at_the_same_epochs(stating, tmp_path, signals_restored):
     """Three steps an epoch, a checkpoint every two: in mid-epoch, and after epochs with and without validation."""
     argv = ["--eval-every", "2", "--save-every-steps", "2", "--keep-checkpoints", "0", "--log-interval", "2"]
     whole = tmp_path / "whole"
@@ -231,7 +231,7 @@ def test_patience_counts_evaluations(eval_every, last, stating, tmp_path, signal
     assert (results["best"]["epoch"], results["epochs"]) == (eval_every, last)
 
 
-def test_console_shows_the_headline_and_files_hold_everything(stating, tmp_path, capsys, signals_restored):
+def test_the_console_shows_headline_metrics_and_files_show_all(stating, tmp_path, capsys, signals_restored):
     train(tmp_path, "--epochs", "3", "--eval-every", "2")
     printed = capsys.readouterr().out.splitlines()
     table = (tmp_path / "val.log").read_text().splitlines()
@@ -260,14 +260,14 @@ def test_the_example_of_the_contract_trains(run_here, tmp_path):
     assert json.loads((tmp_path / "run" / "results.json").read_text())["metrics"]["test/accuracy"] > 0.9
 
 
-def test_one_import_has_all_that_a_task_needs():
+def test_one_import_provides_all_that_a_task_needs():
     assert {name: getattr(trainer, name) for name in trainer.__all__}.keys() == set(trainer.__all__)
     assert trainer.Task is Task
     with pytest.raises(AttributeError, match="no attribute 'Tsk'"):
         trainer.Tsk  # noqa: B018
 
 
-def test_a_weight_that_the_data_set_has_is_that_of_its_samples():
+def test_weights_of_a_data_set_equal_those_of_its_samples():
     keys = trainer.SampleKeys(np.arange(3), 0)
     weight = np.array([2, 0, 1], np.float32)
     assert Task.collate(None, {"weight": weight}, keys)["weight"].tolist() == [2, 0, 1]

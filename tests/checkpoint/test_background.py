@@ -57,7 +57,7 @@ def gate(monkeypatch):
     return gate
 
 
-def test_starting_returns_at_once_and_waiting_when_it_is_on_the_disk(directory, gate):
+def test_start_returns_at_once_and_wait_returns_when_saved(directory, gate):
     saver = BackgroundSaver(directory.save)
     gate.clear()
     saver.start(moment(1))
@@ -81,7 +81,7 @@ def test_a_full_disk_is_reported_once_and_the_next_save_is_tried(directory, gate
     assert steps_on_disk(directory) == [2]
 
 
-def test_of_those_that_did_not_fit_the_best_and_the_newest_are_made_up_for(directory, gate):
+def test_best_and_newest_checkpoints_that_did_not_fit_are_saved_later(directory, gate):
     saver = BackgroundSaver(directory.save)
     gate.refusal = errno.EDQUOT
     for step, is_best in [(1, True), (2, False), (3, True), (4, False), (5, False)]:
@@ -94,7 +94,7 @@ def test_of_those_that_did_not_fit_the_best_and_the_newest_are_made_up_for(direc
     assert directory.load_best()["step"] == 3
 
 
-def test_a_thread_that_does_not_start_is_not_waited_for():
+def test_a_thread_that_fails_to_start_is_not_joined():
     saver, usual = BackgroundSaver(lambda state: None), threading.stack_size(1 << 50)
     try:
         with pytest.raises(RuntimeError, match="can't start new thread"):
@@ -130,7 +130,7 @@ def test_a_snapshot_keeps_shared_tensors_shared_and_views_small():
     assert state_bytes(copy) == 2 * 4000 + 40
 
 
-def test_a_snapshot_uses_memory_again_where_it_fits():
+def test_a_snapshot_reuses_memory():
     old = snapshot({"a": torch.zeros(10), "b": torch.zeros(10), "c": torch.zeros(3)})
     memory = {tensor.data_ptr() for tensor in (old["a"], old["b"])}
     state = {"a": torch.ones(10), "b": torch.full((10,), 2.0), "c": torch.ones(4), "d": torch.ones(10).double()}
@@ -143,7 +143,7 @@ def test_a_snapshot_uses_memory_again_where_it_fits():
     "tensor",
     [torch.zeros(0), torch.tensor(3), torch.arange(6.0).view(2, 3).t(), torch.eye(3).to_sparse(), torch.ones(2) > 0],
 )
-def test_any_kind_of_tensor_is_copied(tensor):
+def test_every_kind_of_tensor_is_copied(tensor):
     copy = snapshot({"x": tensor})["x"]
     assert torch.equal(copy.to_dense(), tensor.to_dense())
     assert (copy.dtype, copy.layout) == (tensor.dtype, tensor.layout)

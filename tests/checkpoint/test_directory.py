@@ -17,7 +17,7 @@ from trainer.common.errors import UserError
 @pytest.mark.parametrize(
     ("keep", "kept"), [(1, {2, 6}), (2, {2, 5, 6}), (9, {1, 2, 3, 4, 5, 6}), (0, set(range(1, 7)))]
 )
-def test_best_and_newest_are_kept(keep, kept, opened):
+def test_the_best_and_newest_checkpoints_are_kept(keep, kept, opened):
     directory, _ = opened(keep)
     for epoch in range(1, 7):
         save(directory, epoch, best_epoch=min(epoch, 2))
@@ -28,7 +28,7 @@ def test_best_and_newest_are_kept(keep, kept, opened):
     assert said == []
 
 
-def test_retention_counts_intact_checkpoints_only(opened):
+def test_retention_counts_only_intact_checkpoints(opened):
     """Damaged behind the run's back, while it goes on."""
     directory, _ = opened(keep=2)
     for epoch in (1, 2, 3):
@@ -40,7 +40,7 @@ def test_retention_counts_intact_checkpoints_only(opened):
     assert checkpoints(directory.path) == {f"checkpoint_{epoch}.pth" for epoch in (1, 4, 5)}
 
 
-def test_retention_keeps_the_last_best_one_that_is_intact(opened):
+def test_retention_keeps_the_last_intact_best_checkpoint(opened):
     """Beyond the newest two: 2 was the best when it was damaged, 1 the best before it."""
     directory, _ = opened(keep=2)
     save(directory, 1, best_epoch=1)
@@ -70,7 +70,7 @@ def test_links_are_repaired_at_start(opened):
     assert (directory.path / "last.pth").samefile(second)
 
 
-def test_links_are_copies_where_the_file_system_has_none(opened, monkeypatch):
+def test_links_become_copies_on_file_systems_without_links(opened, monkeypatch):
     def refuse(*args):
         raise OSError("no hard links here")
 
@@ -83,7 +83,7 @@ def test_links_are_copies_where_the_file_system_has_none(opened, monkeypatch):
         assert copy.read_bytes() == path.read_bytes()
 
 
-def test_what_is_evicted_makes_the_room_that_copies_lack(opened, monkeypatch):
+def test_evicting_checkpoints_makes_room_for_copies(opened, monkeypatch):
     def refuse(*args):
         raise OSError("no hard links here")
 
@@ -115,7 +115,7 @@ def test_a_name_is_never_overwritten(opened):
 # --- weights that are not finite ---------------------------------------------------------------------------------
 
 
-def test_weights_that_are_not_finite_are_never_saved(tmp_path, capsys, signals_restored):
+def test_nonfinite_weights_are_never_saved(tmp_path, capsys, signals_restored):
     argv = ["--task", WEIGHTED, "--epochs", "3", "--lr", "1e30", "--num-threads", "1", "--save-dir", str(tmp_path)]
     assert main(argv, several_devices=False) == 2
     (message,) = capsys.readouterr().err.splitlines()
@@ -130,7 +130,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, capsys, signals_r
 # --- order of writing --------------------------------------------------------------------------------------------
 
 
-def test_killed_between_any_two_operations_the_old_or_the_new_state_is_there(tmp_path, opened, disk_operations):
+def test_a_kill_between_operations_leaves_the_old_or_the_new_state(tmp_path, opened, disk_operations):
     directory, _ = opened(keep=1)
     operations, failures = disk_operations
     save(directory, 1)
@@ -160,7 +160,7 @@ def test_killed_between_any_two_operations_the_old_or_the_new_state_is_there(tmp
         assert again.load_newest()["step"] == 30
 
 
-def test_a_disk_that_refuses_leaves_what_was_there(opened, disk_operations):
+def test_a_disk_that_refuses_writes_keeps_existing_files(opened, disk_operations):
     """At every operation before the new file has its name."""
     directory, _ = opened(keep=1)
     operations, failures = disk_operations
@@ -188,7 +188,7 @@ def test_a_disk_that_refuses_leaves_what_was_there(opened, disk_operations):
 
 @pytest.mark.parametrize("more", [[], ["--eval-only"], ["--fresh"]])
 @pytest.mark.parametrize("place", ["file", "file/run", "/proc/nowhere/run"])
-def test_folder_that_cannot_be_written_to(place, more, refused, tmp_path):
+def test_an_unwritable_folder(place, more, refused, tmp_path):
     (tmp_path / "file").write_text("precious")
     directory = tmp_path / place
     reason = "is a file, or one of its parents is; choose" if place.startswith("file") else ""

@@ -41,7 +41,7 @@ def assert_ended_as_there(directory):
         assert found[name] == pytest.approx(numbers, rel=1e-5, abs=1e-5), name
 
 
-def test_a_run_directory_goes_on(run_here, tmp_path):
+def test_a_run_directory_resumes(run_here, tmp_path):
     shutil.copytree(RUNS / "cc51570", tmp_path / "run")
     run_here(*ARGV, "--save-dir", tmp_path / "run")
     assert_ended_as_there(tmp_path / "run")
@@ -51,6 +51,6 @@ def test_a_run_directory_goes_on(run_here, tmp_path):
     assert (best["file"], best["best"]) == ("checkpoint_0.pth", True)
 
 
-def test_a_checkpoint_goes_on_in_another_directory(run_here, tmp_path):
+def test_a_checkpoint_resumes_in_another_directory(run_here, tmp_path):
     run_here(*ARGV, "--save-dir", tmp_path / "run", "--resume-from", RUNS / "a796ab4.pth")
     assert_ended_as_there(tmp_path / "run")

@@ -34,14 +34,14 @@ def test_model_entry_loads_into_the_bare_model(tmp_path, signals_restored):
     assert accuracy == pytest.approx(reported)
 
 
-def test_bare_weights_are_enough_to_start_with_but_not_to_go_on_from(tmp_path):
+def test_bare_weights_initialise_a_run_but_cannot_resume_one(tmp_path):
     torch.save({"model": {"weight": torch.zeros(3)}}, tmp_path / "x.pth")
     assert read_checkpoint(tmp_path / "x.pth", "x.pth", only_weights=True)["model"]["weight"].shape == (3,)
     with pytest.raises(UserError, match=r"contains weights, but not .* with --init-from"):
         read_checkpoint(tmp_path / "x.pth", "x.pth")
 
 
-def test_a_tensor_that_looks_like_the_end_of_an_archive_is_none(tmp_path):
+def test_a_tensor_that_looks_like_a_zip_end_record_is_read(tmp_path):
     looks = torch.frombuffer(bytearray(b"PK\x05\x06" + bytes(18)), dtype=torch.uint8)
     state = state_at(1) | {"model": {"weight": looks}}
     assert write_checkpoint(state, tmp_path / "x.pth") == size_and_sum(tmp_path / "x.pth")
@@ -51,7 +51,7 @@ def test_a_tensor_that_looks_like_the_end_of_an_archive_is_none(tmp_path):
 # --- damage ------------------------------------------------------------------------------------------------------
 
 
-def test_without_a_manifest_any_changed_bit_is_found_or_changes_nothing(opened):
+def test_without_a_manifest_every_changed_bit_is_detected_or_harmless(opened):
     """Some bits of an archive say nothing, such as its padding."""
     directory, _ = opened()
     path = save(directory, 1)
@@ -86,7 +86,7 @@ def test_a_file_without_checksums_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("content", [{"position": {}}, [1, 2], {"model": 1}, {"model": {"weight": 1}}])
-def test_other_content_is_refused(content, tmp_path):
+def test_different_content_is_refused(content, tmp_path):
     torch.save(content, tmp_path / "x.pth")
     with pytest.raises(UserError, match=r"x.pth: is not a checkpoint"):
         read_checkpoint(tmp_path / "x.pth", "x.pth")
@@ -115,7 +115,7 @@ def bad_file(request, train, tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["--resume-from", "--init-from"])
-def test_file_that_is_no_checkpoint(flag, bad_file, train, refused, tmp_path):
+def test_a_file_that_is_not_a_checkpoint(flag, bad_file, train, refused, tmp_path):
     path, reason = bad_file
     refused([f"{flag} {path}: {reason}"], *TINY, "--save-dir", tmp_path / "new", flag, path)
     assert not contents(tmp_path / "new")
@@ -146,7 +146,7 @@ def test_no_message_advises_to_load_unsafely(kind, tmp_path):
     assert "weights_only" not in str(refusal.value)
 
 
-def test_a_newer_format_is_refused_and_nothing_is_touched(train, refused, tmp_path):
+def test_a_newer_format_is_refused_without_changes(train, refused, tmp_path):
     """Nothing is called damaged, set aside, or begun again, with a manifest and without."""
     run = tmp_path / "run"
     train(run)
@@ -166,7 +166,7 @@ def test_a_newer_format_is_refused_and_nothing_is_touched(train, refused, tmp_pa
     assert not contents(tmp_path / "new")
 
 
-def test_a_checkpoint_without_a_number_is_of_the_first_version():
+def test_a_checkpoint_without_a_version_has_version_1():
     """As it was written then, with a checksum of its entries."""
     old = state_at(1) | {"checksum": "0" * 64}
     assert_same_bits(brought_up_to_date(old), state_at(1) | {"format_version": FORMAT_VERSION})
@@ -175,7 +175,7 @@ def test_a_checkpoint_without_a_number_is_of_the_first_version():
             brought_up_to_date(old | {"format_version": number})
 
 
-def test_an_entry_that_a_later_version_added_has_its_default_in_older_files():
+def test_older_files_use_the_default_of_a_new_entry():
     """And in those of its own version it must be there."""
     entries = {"step": Saved(integer()), "restarts": Saved(integer(), since=2, default=0)}
     assert brought_up_to_date({"step": 3}, entries)["restarts"] == 0
@@ -184,7 +184,7 @@ def test_an_entry_that_a_later_version_added_has_its_default_in_older_files():
 
 
 @pytest.mark.parametrize("missing", ["skipped_in_a_row", "position", "totals", "run_id"])
-def test_without_an_entry_a_run_does_not_go_on(missing, tmp_path):
+def test_a_checkpoint_that_lacks_an_entry_does_not_resume(missing, tmp_path):
     state = state_at(2)
     del state[missing]
     torch.save(state, tmp_path / "x.pth")
@@ -194,7 +194,7 @@ def test_without_an_entry_a_run_does_not_go_on(missing, tmp_path):
     assert read_checkpoint(tmp_path / "x.pth", "x", only_weights=True)["model"].keys() == state["model"].keys()
 
 
-def test_what_could_not_be_read_is_not_written(tmp_path):
+def test_unreadable_content_is_not_written(tmp_path):
     for state, schema_error in [
         (state_at(1) | {"data_facts": {"x": object()}}, "data_facts.x <object object"),
         (state_at(1) | {"model": {"weight": torch.full((3,), torch.nan)}}, "model.weight contains NaN"),
@@ -207,6 +207,6 @@ def test_what_could_not_be_read_is_not_written(tmp_path):
         assert not list(tmp_path.iterdir())
 
 
-def test_weights_of_a_type_that_cannot_be_converted_are_named(tmp_path):
+def test_weights_of_an_unsupported_dtype_are_named(tmp_path):
     comparison = compare(nn.Linear(1, 2, bias=False), {"weight": torch.ones(2, 1, dtype=torch.uint8).view(torch.bits8)})
     assert comparison.differences == ["weight has type torch.bits8 in the file and torch.float32 in the model"]

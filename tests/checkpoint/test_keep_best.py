@@ -171,12 +171,12 @@ def live(seed, opened, disk_operations):
 
 
 @pytest.mark.parametrize("num_lives", [15, pytest.param(1000, marks=pytest.mark.slow)])
-def test_what_stays_is_what_an_obvious_reference_keeps(num_lives, opened, disk_operations):
+def test_kept_checkpoints_equal_a_simple_reference(num_lives, opened, disk_operations):
     for seed in range(num_lives):
         live(seed, opened, disk_operations)
 
 
-def test_ties_go_to_the_earlier_and_nan_is_no_value():
+def test_the_earlier_of_ties_wins_and_nan_has_no_rank():
     values = [0.3, 0.5, math.nan, None, 0.5, 0.1, -math.inf]
     entries = [
         Entry(f"checkpoint_{epoch}.pth", epoch, 0, 0, epoch, value, epoch == 1, 0, "", None)
@@ -211,7 +211,7 @@ def trained(train, tmp_path):
     return tmp_path / "run", manifest(tmp_path / "all")
 
 
-def test_a_run_keeps_its_best(trained):
+def test_a_run_keeps_its_best_checkpoint(trained):
     run, entries = trained
     kept = checkpoints(run)
     assert kept == best_files(entries, 3) | {"checkpoint_8.pth"}
@@ -221,7 +221,7 @@ def test_a_run_keeps_its_best(trained):
 
 
 @pytest.mark.parametrize("lost", [[], ["manifest.json"]])
-def test_it_goes_on_with_them(lost, trained, train, tmp_path):
+def test_a_resumed_run_keeps_the_remaining_best_checkpoints(lost, trained, train, tmp_path):
     run, _ = trained
     for name in lost:
         (run / name).unlink()
@@ -232,7 +232,7 @@ def test_it_goes_on_with_them(lost, trained, train, tmp_path):
     }
 
 
-def test_an_abandoned_future_is_not_among_them(trained, train, tmp_path):
+def test_the_best_exclude_checkpoints_of_an_abandoned_future(trained, train, tmp_path):
     """A run goes back to its first epoch, the worst, and hardly learns: of equal scores the earlier ones stay."""
     _, entries = trained
     run = tmp_path / "all"
@@ -242,7 +242,7 @@ def test_an_abandoned_future_is_not_among_them(trained, train, tmp_path):
     assert {entry["source"] for entry in manifest(run)} == {None, str(run / "checkpoint_1.pth")}
 
 
-def test_the_values_come_along_to_another_directory(trained, train, tmp_path):
+def test_scores_are_copied_to_another_directory(trained, train, tmp_path):
     """Of the checkpoint that is gone on from, and of the best one beside it."""
     run, _ = trained
     train(tmp_path / "other", *RUN, "--epochs", 9, "--resume-from", run / "last.pth")
@@ -253,5 +253,5 @@ def test_the_values_come_along_to_another_directory(trained, train, tmp_path):
     assert_same_bits(load(tmp_path / "other" / "best.pth"), load(run / "best.pth"))
 
 
-def test_none_is_refused(refused, tmp_path):
+def test_keep_best_0_is_refused(refused, tmp_path):
     refused(["--keep-best 0: must be at least 1"], *TINY, "--keep-best", 0, "--save-dir", tmp_path)

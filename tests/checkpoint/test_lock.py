@@ -86,14 +86,14 @@ def take(directory, take_over=False):
 # --- on one machine ----------------------------------------------------------------------------------------------
 
 
-def test_a_pipe_in_the_place_of_the_lock_is_refused(tmp_path):
+def test_a_pipe_in_place_of_the_lock_file_is_refused(tmp_path):
     """Opening it would wait without end."""
     os.mkfifo(tmp_path / "lock.held")
     with pytest.raises(OSError, match="is a device or a pipe, not a regular file"):
         take_lock(tmp_path)
 
 
-def test_a_dead_holder_whose_file_was_cut_short_is_not_waited_for(impatient, tmp_path):
+def test_a_dead_holder_with_a_truncated_file_is_succeeded_at_once(impatient, tmp_path):
     (tmp_path / "lock").write_text(f"process 7 on {socket.gethostname()}\n")
     assert take(tmp_path) < STALE_S
 
@@ -131,14 +131,14 @@ def test_a_dead_holder_whose_host_had_another_name_is_succeeded_at_once(hold, tm
     assert take(tmp_path) < 1
 
 
-def test_two_pid_namespaces_keep_each_other_out(hold, tmp_path):
+def test_processes_of_two_pid_namespaces_lock_each_other_out(hold, tmp_path):
     """Their processes may have the same number, and do not see each other."""
     hold(*in_namespaces("--pid", "--fork", "--mount-proc", "--kill-child"))
     with pytest.raises(UserError, match=r"in use by process 1 on .*; wait until it ends"):
         take(tmp_path, take_over=True)
 
 
-def test_held_it_names_this_process_and_released_nobody(tmp_path):
+def test_the_lock_names_its_holder_until_it_is_released(tmp_path):
     lock = take_lock(tmp_path)
     assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on {socket.gethostname()}\n")
     lock.release()
@@ -147,13 +147,13 @@ def test_held_it_names_this_process_and_released_nobody(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"process 12", b"\xff\xfe\x00", b"anything else", b"x" * 5000])
-def test_a_damaged_file_keeps_nobody_out(content, tmp_path):
+def test_a_damaged_lock_file_locks_nobody_out(content, tmp_path):
     (tmp_path / "lock").write_bytes(content)
     assert take(tmp_path) < 1
     assert (tmp_path / "lock").read_bytes() == b""
 
 
-def test_two_jobs_on_one_folder(refused, tmp_path, environment):
+def test_two_jobs_in_one_folder(refused, tmp_path, environment):
     args = [*TINY, "--epochs", 100, "--delay-s", 0.5, "--save-dir", tmp_path]
     first = subprocess.Popen(
         [sys.executable, "main.py", *map(str, args)],
@@ -214,7 +214,7 @@ def test_a_lock_that_is_renewed_is_not_taken_over(by, left_elsewhere, impatient,
 
 
 @pytest.mark.parametrize("hours", [-24, 24])
-def test_the_age_by_the_clock_does_not_count(hours, left_elsewhere, impatient, tmp_path):
+def test_the_age_of_a_lock_by_the_clock_is_ignored(hours, left_elsewhere, impatient, tmp_path):
     """Two machines, or one after a change of its clock, need not agree."""
     then = time.time() + 3600 * hours
     os.utime(left_elsewhere(), (then, then))
@@ -261,7 +261,7 @@ def two_holders(left_elsewhere, tmp_path):
         directory.release()
 
 
-def test_one_that_was_displaced_writes_nothing_and_says_by_whom(two_holders, tmp_path):
+def test_a_displaced_holder_writes_nothing_and_names_its_successor(two_holders, tmp_path):
     old, new = two_holders
     new.save(state_at(2))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -275,7 +275,7 @@ def test_one_that_was_displaced_writes_nothing_and_says_by_whom(two_holders, tmp
     new.save(state_at(4))
 
 
-def test_what_is_renamed_in_the_moment_of_a_taking_is_not_renamed(tmp_path, monkeypatch):
+def test_a_file_is_not_renamed_while_its_lock_is_taken_over(tmp_path, monkeypatch):
     """Frozen between reading the lock and renaming."""
     old, new = (RunDirectory(tmp_path, Retention(3), print) for _ in range(2))
     old.acquire()
@@ -297,7 +297,7 @@ def test_what_is_renamed_in_the_moment_of_a_taking_is_not_renamed(tmp_path, monk
 
 
 @pytest.mark.parametrize("deletes", ["an evicted checkpoint", "a damaged checkpoint", "others' temporary files", "all"])
-def test_one_that_was_displaced_deletes_nothing(deletes, two_holders, tmp_path):
+def test_a_displaced_holder_deletes_nothing(deletes, two_holders, tmp_path):
     """Nor renames what is not its own: each time it looks whether the directory is still its."""
     old, new = two_holders
     for epoch in (2, 3):
@@ -320,7 +320,7 @@ def test_one_that_was_displaced_deletes_nothing(deletes, two_holders, tmp_path):
 
 
 @pytest.mark.parametrize("is_taken_over", [False, True])
-def test_a_checkpoint_that_vanishes_as_it_gets_its_name(is_taken_over, two_holders, monkeypatch, tmp_path):
+def test_a_checkpoint_that_vanishes_while_it_is_renamed(is_taken_over, two_holders, monkeypatch, tmp_path):
     """It is told, and nothing that a successor has is deleted."""
     old, new = two_holders
     holder = old if is_taken_over else new
@@ -341,7 +341,7 @@ def test_a_checkpoint_that_vanishes_as_it_gets_its_name(is_taken_over, two_holde
     assert (tmp_path / "manifest.json").exists() and [entry.epoch for entry in holder.entries] == [1]
 
 
-def test_a_lock_whose_file_cannot_be_closed_is_let_go_all_the_same(tmp_path):
+def test_a_lock_is_released_even_if_its_file_cannot_be_closed(tmp_path):
     """As on a network file system whose server has forgotten the file; what came before is not hidden by it."""
 
     class Stale(io.StringIO):
@@ -358,7 +358,7 @@ def test_a_lock_whose_file_cannot_be_closed_is_let_go_all_the_same(tmp_path):
     assert (tmp_path / "lock").read_text() == ""
 
 
-def test_training_ends_soon_when_the_directory_was_taken_over(tmp_path, capsys, signals_restored, impatient):
+def test_training_ends_soon_after_the_directory_is_taken_over(tmp_path, capsys, signals_restored, impatient):
     argv = [*TINY, "--epochs", 1000, "--delay-s", 0.1, "--save-dir", tmp_path]
     other = RunDirectory(tmp_path, Retention(3), print)
 

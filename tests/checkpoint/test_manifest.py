@@ -12,7 +12,7 @@ from trainer.common.errors import UserError
 from trainer.loading.order import Position
 
 
-def test_steps_of_a_turn_have_names_of_their_own(tmp_path):
+def test_checkpoints_within_a_turn_have_their_own_names(tmp_path):
     positions = [Position(0, 1, 8, turn) for turn in range(3)]
     names = [unused_path(tmp_path, position).name for position in positions]
     assert names == ["checkpoint_0_1_8.pth", "checkpoint_0_1_8_1.pth", "checkpoint_0_1_8_2.pth"]
@@ -47,7 +47,7 @@ def test_manifest_entry_without_a_file_is_ignored(opened):
 
 
 @pytest.mark.parametrize("file", ["../outside.pth", "/etc/hostname", "config.json", "checkpoint_1.pth/x", 3])
-def test_a_manifest_names_checkpoints_of_its_directory_only(file, opened):
+def test_a_manifest_names_only_checkpoints_of_its_directory(file, opened):
     directory, _ = opened()
     path = save(directory, 1)
     outside = directory.path.parent / "outside.pth"

@@ -30,7 +30,7 @@ def damages(size):
     ]
 
 
-def test_any_damage_is_found_and_the_older_checkpoint_taken(opened):
+def test_damage_is_detected_and_the_older_checkpoint_used(opened):
     directory, _ = opened()
     save(directory, 1)
     newest = save(directory, 2)
@@ -44,7 +44,7 @@ def test_any_damage_is_found_and_the_older_checkpoint_taken(opened):
         newest.with_suffix(".damaged").rename(newest)
 
 
-def test_damaged_best_is_not_used(opened):
+def test_a_damaged_best_checkpoint_is_not_used(opened):
     directory, _ = opened()
     best = save(directory, 1)
     save(directory, 2)
@@ -54,7 +54,7 @@ def test_damaged_best_is_not_used(opened):
     assert any(str(best) in line for line in said)
 
 
-def test_for_use_the_next_best_intact_one_is_taken(opened):
+def test_the_next_best_intact_checkpoint_is_used(opened):
     directory, _ = opened()
     for epoch in (1, 2, 3):
         save(directory, epoch, best_epoch=min(epoch, 2))
@@ -66,7 +66,7 @@ def test_for_use_the_next_best_intact_one_is_taken(opened):
 
 
 @pytest.mark.parametrize("names_gone", [["checkpoint_2.pth"], ["checkpoint_2.pth", "manifest.json"]])
-def test_a_checkpoint_that_is_gone_is_restored_from_its_link(names_gone, opened):
+def test_a_missing_checkpoint_is_restored_from_its_link(names_gone, opened):
     directory, _ = opened()
     save(directory, 1)
     content = save(directory, 2).read_bytes()
@@ -91,7 +91,7 @@ def test_leftover_temporary_files_are_removed(opened):
     assert not names(directory.path, "*.tmp")
 
 
-def test_a_kill_before_the_first_checkpoint_is_a_fresh_start(opened):
+def test_after_a_kill_before_the_first_checkpoint_the_run_starts_over(opened):
     directory, _ = opened()
     (directory.path / "checkpoint_1.tmp").write_bytes(b"half")
     directory.write_json("config.json", {})
@@ -102,7 +102,7 @@ def test_a_kill_before_the_first_checkpoint_is_a_fresh_start(opened):
 
 
 @pytest.mark.parametrize("left", [{"manifest.json"}, {"results.json"}, {"checkpoint_1.pth"}])
-def test_the_traces_of_lost_checkpoints_are_no_fresh_start(left, opened):
+def test_traces_of_lost_checkpoints_prevent_a_fresh_start(left, opened):
     directory, _ = opened()
     save(directory, 1).write_bytes(b"damaged")
     directory.write_json("results.json", {"step": 10})
@@ -126,7 +126,7 @@ def newest_checkpoint(directory):
     return max(directory.glob("checkpoint_*.pth"), key=lambda path: load(path)["step"])
 
 
-def test_truncated_checkpoint_is_set_aside_and_the_run_ends_as_if_nothing_had_happened(train, tmp_path):
+def test_a_truncated_checkpoint_is_set_aside_and_the_run_ends_equally(train, tmp_path):
     """Killed after epoch 3 of 4, with the newest file cut short."""
     broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
     for directory in (broken, unbroken):

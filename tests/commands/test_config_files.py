@@ -82,7 +82,7 @@ def without_files(flags: Flags) -> Flags:
 # --- which layer counts ------------------------------------------------------------------------------------------
 
 
-def test_the_command_line_goes_before_files_and_those_before_the_task(write):
+def test_the_command_line_overrides_files_and_files_override_the_task(write):
     one = write("task = 'stating'\nlr = 0.25\nbatch-size = 4\nwidth = 3\nmax_grad_norm = 2\n", "one.toml")
     two = write('"--batch-size" = 8\nwidth = 5\n', "two.toml")
     for files in (["--config", one, two], ["--config", one, "--config", two], ["--config", one, f"--config={two}"]):
@@ -94,7 +94,7 @@ def test_the_command_line_goes_before_files_and_those_before_the_task(write):
 
 
 @pytest.mark.parametrize("name", RETIRED)
-def test_flags_of_earlier_versions_are_left_out_of_files_and_refused_on_the_command_line(name, write):
+def test_retired_flags_are_ignored_in_files_and_refused_on_the_command_line(name, write):
     key, value = name.removeprefix("--"), {"--job-id": '"12"', "--take-over-lock": "true"}.get(name, "1.3")
     record = write(json.dumps({"config": {name: json.loads(value), "--no-amp": True, "--amp": "auto"}}), "config.json")
     for file in (write(f"{key} = {value}\nno-amp = true", "old.toml"), record):
@@ -160,7 +160,7 @@ def test_flags_of_a_task_displace_each_other_and_are_refused_where_they_exclude_
     ]
 
 
-def test_the_profiler_takes_files_too(write):
+def test_the_profiler_accepts_config_files(write):
     argv = ["--task", WEIGHTED, "--config", write("steps = 7\nnproc = 2"), *FOR_SEVERAL_DEVICES]
     flags, problems = parse(argv, True, StepFlags)
     assert (flags.tool.steps, flags.multi.nproc, problems) == (7, 2, [])
@@ -168,12 +168,12 @@ def test_the_profiler_takes_files_too(write):
     assert len(problems) == 1 and "steps: no such flag" in problems[0]
 
 
-def test_a_mark_of_the_encoding_in_front_is_none_of_the_text(tmp_path):
+def test_a_byte_order_mark_is_not_part_of_the_text(tmp_path):
     (tmp_path / "marked.toml").write_text("lr = 0.5", encoding="utf-8-sig")
     assert read("--config", tmp_path / "marked.toml").learning.lr == 0.5
 
 
-def test_what_a_launcher_contradicts_is_said_with_its_file(write, cli, monkeypatch):
+def test_a_conflict_with_the_launcher_names_the_config_file(write, cli, monkeypatch):
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
         monkeypatch.setenv(name, str(value))
     file = write("multi-gpu = 'ddp'\nnproc = 2")
@@ -182,7 +182,7 @@ def test_what_a_launcher_contradicts_is_said_with_its_file(write, cli, monkeypat
     assert_messages(err, f"omit --nproc (--nproc is set in {file})")
 
 
-def test_help_shows_what_files_say(write, capsys):
+def test_help_shows_values_from_config_files(write, capsys):
     with pytest.raises(SystemExit) as ended:
         parse(["--config", write("lr = 0.125\nno-test = true\nno-such-flag = 1"), "--help-all"], several_devices=False)
     assert ended.value.code == 0
@@ -231,7 +231,7 @@ def test_help_shows_what_files_say(write, capsys):
         ("dist-timeout-s = 600\nsync-bn = false", []),
     ],
 )
-def test_mistakes_in_a_file_name_file_and_key(text, messages, write):
+def test_errors_in_a_file_name_file_and_key(text, messages, write):
     _, problems = parse(["--task", WEIGHTED, "--config", file := write(text)], several_devices=False)
     assert len(problems) == len(messages), problems
     for problem, message in zip(problems, messages, strict=True):
@@ -261,7 +261,7 @@ def test_wrong_files_are_refused_in_one_sentence(name, content, message, refused
     assert contents(tmp_path) == before
 
 
-def test_mistakes_of_files_and_command_line_are_shown_together(write, refused):
+def test_errors_of_files_and_command_line_are_shown_together(write, refused):
     one = write("lr = 0.001\nbatch-size = 0\nwarmup-epochs = 9", "one.toml")
     two = write("min-lr = 0.01\nwidht = 3", "two.toml")
     refused(
@@ -313,7 +313,7 @@ def test_a_run_on_several_devices_is_not_repeated_on_one(tmp_path, write):
         ("--prior-only", "{tmp}/precious.npz", "--prior-only {tmp}/precious.npz, which names a file"),
     ],
 )
-def test_a_record_names_neither_code_nor_files_to_write(name, value, use, write, refused, tmp_path):
+def test_a_run_record_sets_neither_code_nor_output_files(name, value, use, write, refused, tmp_path):
     """Whoever made it; a TOML that is named by --config is the user's own, and may."""
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'created')!r}, 'x')\n")
     (tmp_path / "precious").write_text("precious")
@@ -330,7 +330,7 @@ def test_a_record_names_neither_code_nor_files_to_write(name, value, use, write,
     (tmp_path / "created").unlink(missing_ok=True)
 
 
-def test_every_flag_that_names_a_file_says_whether_a_record_may(monkeypatch):
+def test_every_file_flag_states_how_records_are_treated(monkeypatch):
     """These are read alone, or are the cache's."""
     monkeypatch.undo()
     groups = [*TRAINER_GROUPS, StepFlags, ScalingFlags, BatchSizeFlags]
@@ -344,7 +344,7 @@ def test_every_flag_that_names_a_file_says_whether_a_record_may(monkeypatch):
     assert taken == {"cache_dir", "data_dir", "test_data", "alphabet", "language_model", "encoder_path"}
 
 
-def test_what_the_user_adds_is_taken(write, tmp_path):
+def test_flags_added_by_the_user_override_a_record(write, tmp_path):
     (tmp_path / "weights.pth").touch()
     record = write('{"config": {"--task": "x.py:X", "--init-from": "y.pth", "--lr": 0.5}}', "config.json")
     added = ["--task", WEIGHTED, "--init-from", tmp_path / "weights.pth"]
@@ -353,7 +353,7 @@ def test_what_the_user_adds_is_taken(write, tmp_path):
     assert read("--config", record, *added[:2], "--eval-only").checkpoint.init_from is None
 
 
-def test_the_profiler_writes_where_the_user_says(write, tmp_path):
+def test_the_profiler_writes_to_the_given_folder(write, tmp_path):
     for command, name in ((StepFlags, "--json"), (StepFlags, "--trace"), (ScalingFlags, "--board")):
         record = write(json.dumps({"config": {"--task": "har", name: str(tmp_path / "x")}}), "config.json")
         flags, problems = parse(["--config", record], False, command)
@@ -366,7 +366,7 @@ def test_the_profiler_writes_where_the_user_says(write, tmp_path):
 # --- runs repeated -----------------------------------------------------------------------------------------------
 
 
-def test_a_run_is_repeated_from_its_record_and_from_its_settings(train, cli, write, tmp_path):
+def test_a_run_is_repeated_from_config_json_and_printed_settings(train, cli, write, tmp_path):
     """With everything that a command line can ask for; only where and how it was started is not repeated."""
     more = ["--dropout", 0.25, "--seed", 3, "--ema-decay", 0.5, "--warmup-steps", 2, "--no-test", "--drop-last"]
     train(tmp_path / "first", *more, "--batch-size", 5, "--fresh")
@@ -384,7 +384,7 @@ def test_a_run_is_repeated_from_its_record_and_from_its_settings(train, cli, wri
         assert_same_bits(first, load(tmp_path / "other" / "final.pth"))
 
 
-def test_a_run_that_went_on_from_a_file_is_repeated_from_there(train, cli, refused, tmp_path):
+def test_a_run_resumed_from_a_file_is_repeated_from_that_file(train, cli, refused, tmp_path):
     train(tmp_path / "source", "--epochs", 2)
     train(tmp_path / "run", "--epochs", 3, "--resume-from", tmp_path / "source" / "checkpoint_2.pth")
     record, source = tmp_path / "run" / "config.json", tmp_path / "source" / "checkpoint_2.pth"
@@ -398,7 +398,7 @@ def test_a_run_that_went_on_from_a_file_is_repeated_from_there(train, cli, refus
     assert out == cli("--config", record, "--save-dir", tmp_path / "again", "--eval-only")[1].replace("again", "run")
 
 
-def test_a_group_that_starts_itself_again_does_not_start_over(write, cli, monkeypatch):
+def test_a_group_that_restarts_itself_resumes(write, cli, monkeypatch):
     asked = []
     monkeypatch.setattr("trainer.cli.launch", lambda *starts: asked.extend(starts) or 0)
     argv = ["--config", write("fresh = true\nmulti-gpu = 'ddp'\nnproc = 2"), "--task", WEIGHTED, "--device", "cpu"]
@@ -423,7 +423,7 @@ def test_two_processes_repeat_a_run(command, write, tmp_path):
 
 
 @pytest.mark.slow
-def test_several_runs_read_the_files_again(train, cli, write, tmp_path):
+def test_several_runs_read_config_files_again(train, cli, write, tmp_path):
     train(tmp_path / "alone", "--seed", 1)
     assert cli("--config", write(TINY_AS_TOML + "\nseeds = 2"), "--save-dir", tmp_path / "both")[0] == 0
     assert_same_bits(load(tmp_path / "alone" / "final.pth"), load(tmp_path / "both" / "seed-1" / "final.pth"))
@@ -446,7 +446,7 @@ def test_several_runs_read_the_files_again(train, cli, write, tmp_path):
         (["--task", "stating", "--optimizer", "adam", "--warmup-steps", "3", "--drop-last=false"], False),
     ],
 )
-def test_printed_settings_give_the_flags_back(argv, several_devices, cli, write, tmp_path, monkeypatch):
+def test_printed_settings_reproduce_the_flags(argv, several_devices, cli, write, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     status, printed, err = cli(*argv, "--print-config", several_devices=several_devices)
     assert (status, err) == (0, [])
@@ -457,7 +457,7 @@ def test_printed_settings_give_the_flags_back(argv, several_devices, cli, write,
     assert [path.name for path in tmp_path.iterdir()] == ["some.toml"]
 
 
-def test_settings_are_printed_only_of_a_command_line_without_mistakes(refused):
+def test_settings_are_printed_only_for_a_valid_command_line(refused):
     assert refused(["--lr 0: must be above 0"], "--lr", 0, "--print-config") == ""
     printed_by_profiler = "--print-config: profiler.py measures a training run from its start; leave it out"
     assert not_measured(read("--print-config")) == [printed_by_profiler]
@@ -466,7 +466,7 @@ def test_settings_are_printed_only_of_a_command_line_without_mistakes(refused):
 # --- the documents -----------------------------------------------------------------------------------------------
 
 
-def test_the_commands_of_the_reference(cli, tmp_path, monkeypatch):
+def test_the_commands_of_the_reference_run(cli, tmp_path, monkeypatch):
     (block,) = code_blocks(reference("Config files"))
     monkeypatch.chdir(tmp_path)
     for line in block.splitlines():

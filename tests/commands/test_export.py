@@ -70,7 +70,7 @@ def own_run(on_cpu, tmp_path):
     sys.modules.pop("own_tasks", None)
 
 
-def test_the_page(on_cpu, tmp_path, monkeypatch):
+def test_the_page_runs(on_cpu, tmp_path, monkeypatch):
     """Its commands, its code without the project, and what the program answers."""
     monkeypatch.chdir(ROOT)
     commands, load_it, about, shown, _ = code_blocks((ROOT / "docs" / "exporting.md").read_text())
@@ -100,14 +100,14 @@ def test_the_page(on_cpu, tmp_path, monkeypatch):
         ("Looped", "torch cannot export Loop: "),
     ],
 )
-def test_nothing_is_written_of_what_cannot_be_exported(own_run, on_cpu, tmp_path, name, reason):
+def test_a_failed_export_writes_nothing(own_run, on_cpu, tmp_path, name, reason):
     run = own_run(f"{{}}/own_tasks.py:{name}")
     _, err = on_cpu("--save-dir", run, "--export", tmp_path / "own.pt2", "--num-threads", 1, status=2)
     assert len(err) == 1 and reason in err[0]
     assert not list(tmp_path.glob("own.pt2*"))
 
 
-def test_refuses_what_it_cannot_write(refused, tmp_path):
+def test_values_that_cannot_be_written_are_refused(refused, tmp_path):
     refused(["must end in .pt2 (torch.onnx.export converts a .pt2 file to .onnx)"], "--export", tmp_path / "model.onnx")
     refused([f"there is no folder {tmp_path / 'none'}"], "--export", tmp_path / "none" / "model.pt2")
     (tmp_path / "model.pt2").mkdir()
@@ -123,7 +123,7 @@ def test_refuses_what_it_cannot_write(refused, tmp_path):
     refused([f"--save-dir {tmp_path / 'run'}"], "--export", tmp_path / "a.pt2", "--save-dir", tmp_path / "run")
 
 
-def test_what_is_no_number_is_a_difference_wherever_it_is():
+def test_nan_in_one_output_counts_as_a_difference():
     ones = torch.ones(2)
     call = Exported(torch.nn.Identity(), {}, (ones, {"b": ones}))
     assert largest_difference(call, [ones, ones]) == 0

@@ -43,7 +43,7 @@ def git(tmp_path, monkeypatch):
     read_git.cache_clear()
 
 
-def test_git_tells_the_commit_and_whether_tracked_files_were_changed(git, monkeypatch):
+def test_the_commit_and_changes_of_tracked_files_are_recorded(git, monkeypatch):
     assert git("status")[1] == (None, None)  # no commit yet
     file = git.folder / 'with "quotes" and ünïcödé.py'
     file.write_text("1")
@@ -64,7 +64,7 @@ def test_git_tells_the_commit_and_whether_tracked_files_were_changed(git, monkey
     assert read_git(git.folder) == (commit, True)
 
 
-def test_without_git_or_a_repository_nothing_is_known(tmp_path, monkeypatch):
+def test_without_git_or_a_repository_no_commit_is_recorded(tmp_path, monkeypatch):
     (tmp_path / "plain").mkdir()
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     assert read_git.__wrapped__(tmp_path / "plain") == (None, None)
@@ -78,7 +78,7 @@ def test_without_git_or_a_repository_nothing_is_known(tmp_path, monkeypatch):
     assert read_git.__wrapped__(ROOT) == (None, None)
 
 
-def test_a_task_without_a_file_has_none(monkeypatch):
+def test_a_task_without_a_file_has_no_source_file(monkeypatch):
     assert identify_code(Weighted)["task_file"] == "weighted_task.py"
     monkeypatch.delattr(sys.modules[Weighted.__module__], "__file__")
     assert (identify_code(Weighted)["task_file"], identify_code(Weighted)["task_sha256"]) == (None, None)
@@ -99,11 +99,11 @@ def test_a_task_without_a_file_has_none(monkeypatch):
         ({"task_sha256": None}, {}, []),
     ],
 )
-def test_what_changed_is_told_where_both_are_known(then, now, changes):
+def test_changed_facts_are_reported_if_both_are_known(then, now, changes):
     assert code_changes(ONE | then, ONE | now) == changes
 
 
-def test_a_resume_tells_of_other_code(train, cli, tmp_path, monkeypatch):
+def test_a_resume_reports_changed_code(train, cli, tmp_path, monkeypatch):
     """And of a task's file that was edited."""
     file = shutil.copy(WEIGHTED.rpartition(":")[0], tmp_path / "edited_task.py")
     monkeypatch.setattr(facts, "read_git", lambda folder: ("1" * 40, False))
@@ -156,7 +156,7 @@ def test_a_run_is_used_without_its_data(trained, on_cpu, tmp_path):
 
 
 @pytest.mark.parametrize(("more", "advice"), [(["--epochs", 7], ", or start over with --fresh"), (["--eval-only"], "")])
-def test_weights_do_not_meet_other_data_of_the_same_size(more, advice, trained, on_cpu):
+def test_weights_are_refused_for_other_data_of_the_same_size(more, advice, trained, on_cpu):
     text, run = trained
     text.write_text("abdabdabdabd" * 8)
     _, err = on_cpu(*TASK, "--text", text, "--save-dir", run, *more, status=2)
@@ -165,7 +165,7 @@ def test_weights_do_not_meet_other_data_of_the_same_size(more, advice, trained, 
 
 
 @pytest.mark.parametrize("join", ["\n".join, list])
-def test_long_facts_are_told_by_what_differs(join, tmp_path):
+def test_long_facts_are_reported_by_their_difference(join, tmp_path):
     task = Weighted(WeightedFlags(), 0, tmp_path)
     names = list(map(str, range(100)))
     then, now = {"items": join(names)}, {"items": join([*names[1:], "new one", "another"])}
@@ -173,7 +173,7 @@ def test_long_facts_are_told_by_what_differs(join, tmp_path):
         Changes({"data_facts": then}, {"data_facts": now, "config": {}}, task).refuse_other_data("")
 
 
-def test_flags_that_name_other_data_are_told(trained, on_cpu, tmp_path):
+def test_flags_that_name_other_data_are_reported(trained, on_cpu, tmp_path):
     text, run = trained
     other = tmp_path / "other.txt"
     other.write_text("abdabdabdabd" * 8)

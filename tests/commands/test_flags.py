@@ -96,7 +96,7 @@ WRONG_COMMAND_LINES = [
 
 
 @pytest.mark.parametrize(("args", "parts"), WRONG_COMMAND_LINES, ids=[args for args, _ in WRONG_COMMAND_LINES])
-def test_mistakes_of_a_command_line_are_shown_together(args, parts, refused, tmp_path):
+def test_errors_of_a_command_line_are_shown_together(args, parts, refused, tmp_path):
     refused(parts, *TINY, "--save-dir", tmp_path / "run", *args.split())
     assert not contents(tmp_path)
 
@@ -121,12 +121,12 @@ def test_mistakes_of_a_command_line_are_shown_together(args, parts, refused, tmp
         ("--multi-gpu ddp --local-rank 0", ["--local-rank 0: RANK and WORLD_SIZE are not set"]),
     ],
 )
-def test_mistakes_about_several_devices(args, parts, refused, tmp_path):
+def test_errors_about_several_devices(args, parts, refused, tmp_path):
     refused(parts, *TINY, "--save-dir", tmp_path / "run", *args.split(), several_devices=True)
     assert not contents(tmp_path)
 
 
-def test_what_gpus_alone_can_do_is_refused_where_they_are_left_unused(refused, monkeypatch, tmp_path):
+def test_gpu_features_are_refused_on_the_cpu(refused, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     flags = ["--multi-gpu", "ddp", "--device", "cpu", "--backend", "nccl", "--sync-bn"]
@@ -134,7 +134,7 @@ def test_what_gpus_alone_can_do_is_refused_where_they_are_left_unused(refused, m
     refused(parts, *TINY, "--save-dir", tmp_path / "run", *flags, several_devices=True)
 
 
-def test_a_user_without_a_home_is_refused_only_where_something_is_cached(train, monkeypatch, tmp_path):
+def test_a_missing_home_is_an_error_only_if_something_is_cached(train, monkeypatch, tmp_path):
     """As in a container that is started with an id that its system does not know."""
 
     def unknown(uid):
@@ -152,7 +152,7 @@ def test_a_user_without_a_home_is_refused_only_where_something_is_cached(train, 
 
 @pytest.mark.parametrize("place", ["n" * 300, "loop"])
 @pytest.mark.parametrize("flag", ["--task", "--logger", "--config", "--save-dir", "--output", "--export"])
-def test_a_place_that_cannot_be_looked_at(flag, place, refused, tmp_path, monkeypatch):
+def test_an_unreadable_location_is_reported(flag, place, refused, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     os.symlink("loop", "loop")
     name = f"{place}:Mine" if flag in ("--task", "--logger") else place
@@ -172,7 +172,7 @@ def test_a_place_that_cannot_be_looked_at(flag, place, refused, tmp_path, monkey
         ("class Mine: pass", "Mine", "Mine must be a subclass of trainer.Task"),
     ],
 )
-def test_wrong_task_file(content, name, part, refused, tmp_path):
+def test_a_wrong_task_file_is_refused(content, name, part, refused, tmp_path):
     file = tmp_path / f"{tmp_path.name}.py"
     if content is not None:
         file.write_text(content)
@@ -189,7 +189,7 @@ def test_wrong_task_file(content, name, part, refused, tmp_path):
         ["--task", "seqrec", "--no-time", "--loss", "sampled", "--num-negatives", "7", "--norm", "pre"],
     ],
 )  # fmt: skip
-def test_recorded_values_give_the_flags_back(argv):
+def test_recorded_values_reproduce_the_flags(argv):
     flags, problems = parse(argv, several_devices=False)
     assert problems == []
     values = flags.values()
@@ -203,7 +203,7 @@ def test_recorded_values_give_the_flags_back(argv):
         group_from_values(type(flags.task), {"--dropout": -1.0})
 
 
-def test_a_length_and_an_interval_displace_each_other():
+def test_length_and_interval_flags_displace_each_other():
     """What is not given, the task says, and else the trainer."""
 
     def recorded(*argv):
@@ -220,7 +220,7 @@ def test_muon_needs_a_torch_that_has_it(refused, monkeypatch, tmp_path):
     refused(["--optimizer muon: torch ", "--lr 0: "], *TINY, "--save-dir", tmp_path, "--optimizer", "muon", "--lr", 0)
 
 
-def test_a_task_whose_flags_are_none_or_the_trainers_own_is_refused(refused, tmp_path):
+def test_a_task_with_invalid_or_reserved_flags_is_refused(refused, tmp_path):
     (tmp_path / "odd.py").write_text(
         textwrap.dedent("""
         from dataclasses import dataclass

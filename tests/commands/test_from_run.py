@@ -62,7 +62,7 @@ def remarks(*argv):
 # --- which flags, and for what ------------------------------------------------------------------------------------
 
 
-def test_scoring_and_going_on_need_no_flag_of_the_task(weighted, cli):
+def test_scoring_and_resuming_need_no_task_flags(weighted, cli):
     told = f"From the run in {weighted}: --task weighted, --seed 3, --num-train 24, --width 5"
     scores = json.loads((weighted / "results.json").read_text())["metrics"]
     status, out, err = cli("--save-dir", weighted, "--eval-only", "--num-threads", 1)
@@ -77,7 +77,7 @@ def test_scoring_and_going_on_need_no_flag_of_the_task(weighted, cli):
     assert load(weighted / "final.pth")["config"]["--width"] == 5
 
 
-def test_one_mechanism_serves_every_use(weighted, tmp_path):
+def test_every_command_uses_one_mechanism(weighted, tmp_path):
     told = [f"From the run in {weighted}: --task weighted, --seed 3, --num-train 24, --width 5"]
     for more in ([], ["--eval-only"], ["--predict", tmp_path], ["--export", tmp_path / "x.pt2"]):
         assert remarks("--save-dir", weighted, *more) == told
@@ -86,7 +86,7 @@ def test_one_mechanism_serves_every_use(weighted, tmp_path):
     assert remarks("--resume-from", file, "--save-dir", tmp_path / "new")[0].startswith(f"From the run in {file}: ")
 
 
-def test_what_is_given_counts_on_the_command_line_or_in_a_file(weighted, tmp_path):
+def test_given_flags_override_the_run_from_command_line_or_file(weighted, tmp_path):
     file = tmp_path / "some.toml"
     file.write_text(f"width = 16\nsave-dir = {json.dumps(str(weighted))}")
     for argv in (["--save-dir", weighted, "--width", 16], ["--config", file]):
@@ -98,18 +98,18 @@ def test_what_is_given_counts_on_the_command_line_or_in_a_file(weighted, tmp_pat
     assert remarks("--save-dir", weighted, *TINY[2:], "--task", "weighted", "--width", 5, "--seed", 3) == []
 
 
-def test_flags_of_the_trainer_are_those_of_the_command_line(weighted):
+def test_the_profiler_takes_the_flags_of_the_command_line(weighted):
     flags = read("--save-dir", weighted)
     assert (flags.learning.lr, flags.run.epochs, flags.batch.batch_size) == (0.001, 20, 32)
 
 
-def test_a_record_gives_a_terminal_no_commands():
+def test_a_run_record_prints_no_terminal_escapes():
     option = options(Reading.Config)["file"]
     (line,) = FromRun(Path("run"), [(option, "\x1b[2J")]).remarks
     assert line == "From the run in run: --file '\\x1b[2J'"
 
 
-def test_a_new_run_takes_nothing(weighted, tmp_path):
+def test_a_new_run_takes_over_nothing(weighted, tmp_path):
     best = weighted / "best.pth"
     for argv in (
         ["--save-dir", weighted, "--fresh"],
@@ -124,7 +124,7 @@ def test_a_new_run_takes_nothing(weighted, tmp_path):
     assert (problems, flags.from_run.remarks, flags.task.width) == ([], [], 16)
 
 
-def test_a_run_of_another_task_decides_nothing(weighted, refused, monkeypatch, tmp_path):
+def test_a_run_of_another_task_sets_no_flags(weighted, refused, monkeypatch, tmp_path):
     assert remarks("--task", "digested", "--save-dir", weighted) == []
     refused(["--task digested: the checkpoint is from --task weighted"], "--task", "digested", "--save-dir", weighted)
     (tmp_path / "checkpoints").mkdir()
@@ -133,13 +133,13 @@ def test_a_run_of_another_task_decides_nothing(weighted, refused, monkeypatch, t
     assert read().run.task == "har" and remarks() == []
 
 
-def test_the_default_folder_counts_as_if_it_was_given(train, monkeypatch, tmp_path):
+def test_the_default_folder_is_treated_like_a_given_folder(train, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     train("checkpoints/weighted", "--task", "weighted", "--width", 5)
     assert remarks("--task", "weighted") == ["From the run in checkpoints/weighted: --num-train 24, --width 5"]
 
 
-def test_what_a_kill_or_damage_leaves_of_a_run_decides(weighted):
+def test_flags_come_from_the_remaining_files_after_a_kill_or_damage(weighted):
     argv, told = ["--task", "weighted", "--save-dir", weighted], "--seed 3, --num-train 24, --width 5"
     for name in ("config.json", "manifest.json", "checkpoint_1.pth", "best.pth", "final.pth"):
         (weighted / name).unlink()
@@ -148,7 +148,7 @@ def test_what_a_kill_or_damage_leaves_of_a_run_decides(weighted):
     assert remarks(*argv) == []
 
 
-def test_a_value_that_no_flag_may_have_is_damage_of_the_checkpoint(weighted, refused):
+def test_an_invalid_recorded_flag_counts_as_damage(weighted, refused):
     state = load(weighted / "last.pth")
     state["config"]["--width"] = -1
     for file in weighted.glob("*.pth"):
@@ -158,7 +158,7 @@ def test_a_value_that_no_flag_may_have_is_damage_of_the_checkpoint(weighted, ref
     refused([told], "--save-dir", weighted, "--epochs", 2, "--num-threads", 1)
 
 
-def test_a_run_without_a_checkpoint_decides_nothing(weighted):
+def test_a_run_without_a_checkpoint_sets_no_flags(weighted):
     for path in weighted.glob("*.pth"):
         path.unlink()
     assert (weighted / "config.json").exists() and remarks("--task", "weighted", "--save-dir", weighted) == []
@@ -177,14 +177,14 @@ class Excluding(Weighted):
             return ["--long and --dropout: cannot be combined"] if self.long and self.dropout else []
 
 
-def test_what_the_command_line_contradicts_is_said_with_its_run(train, refused, tmp_path):
+def test_a_conflict_with_the_command_line_names_the_run(train, refused, tmp_path):
     train(tmp_path, "--task", "excluding", "--long")
     message = f"--long and --dropout: cannot be combined (--long is of the run in {tmp_path})"
     refused([message], "--save-dir", tmp_path, "--dropout", 0.5)
     assert parse(["--save-dir", str(tmp_path), "--dropout", "0.5", "--long=false"], False)[1] == []
 
 
-def test_fit_goes_on_with_the_data_of_the_run(tmp_path):
+def test_fit_resumes_with_the_data_of_the_run(tmp_path):
     settings = {"save_dir": tmp_path / "run", "batch_size": 8, "num_threads": 1}
     fit(Weighted, epochs=1, num_train=24, width=5, seed=3, **settings)
     _, run = fit(Weighted, epochs=2, **settings)
@@ -230,7 +230,7 @@ class Reading(Weighted):
         return super().splits()
 
 
-def test_a_file_of_the_run_that_is_gone_is_named_with_the_run(train, refused, tmp_path):
+def test_a_missing_file_of_a_run_is_named_with_the_run(train, refused, tmp_path):
     run, file = tmp_path / "run", tmp_path / "file"
     file.touch()
     train(run, "--task", "reading", "--file", file)
@@ -242,7 +242,7 @@ def test_a_file_of_the_run_that_is_gone_is_named_with_the_run(train, refused, tm
     assert contents(run, REFUSAL) == before
 
 
-def test_a_path_is_the_same_however_it_is_spelled(tmp_path, monkeypatch):
+def test_different_spellings_of_a_path_are_equal(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     now = {"--data-dir": str(tmp_path / "a.csv")}
     assert changed_flags({"--data-dir": "a.csv"}, now) == {}  # as older records have it
@@ -251,7 +251,7 @@ def test_a_path_is_the_same_however_it_is_spelled(tmp_path, monkeypatch):
     assert changed_flags({"--data-dir": "a.csv"}, now) != {}
 
 
-def test_a_whole_path_leads_to_the_same_place(tmp_path, monkeypatch):
+def test_an_absolute_path_leads_to_the_same_folder(tmp_path, monkeypatch):
     (tmp_path / "folder" / "within").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "folder" / "within")
     monkeypatch.chdir(tmp_path / "folder")
@@ -263,9 +263,7 @@ def test_a_whole_path_leads_to_the_same_place(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("change", ["digest", "size"])
-def test_a_best_epoch_of_other_data_does_not_count_beside_scores_on_these(
-    change, train, refused, tmp_path, monkeypatch
-):
+def test_a_best_epoch_of_other_data_is_not_compared_with_new_scores(change, train, refused, tmp_path, monkeypatch):
     task = ["--task", "digested" if change == "digest" else "weighted"]
     train(tmp_path, *task, "--epochs", 2, "--lr", 0.1)
     if change == "digest":
@@ -281,7 +279,7 @@ def test_a_best_epoch_of_other_data_does_not_count_beside_scores_on_these(
     assert (tmp_path / "best.pth").samefile(tmp_path / "checkpoint_3.pth")
 
 
-def test_the_best_epoch_stays_where_the_data_are_the_same(train, tmp_path):
+def test_the_best_epoch_is_kept_if_the_data_are_equal(train, tmp_path):
     train(tmp_path, "--task", "digested", "--epochs", 2, "--num-train", 20, "--batch-size", 8, "--drop-last")
     for more in (["--drop-last"], []):  # the same data, of which less was left out
         out = train(tmp_path, "--task", "digested", "--epochs", 3, "--num-train", 20, "--batch-size", 8, *more)
@@ -292,7 +290,7 @@ def test_the_best_epoch_stays_where_the_data_are_the_same(train, tmp_path):
 
 
 @pytest.mark.slow
-def test_more_seeds_of_the_same(command, tmp_path):
+def test_more_seeds_extend_finished_runs(command, tmp_path):
     argv = [*TINY, "--width", 5, "--save-dir", tmp_path / "runs"]
     command("main.py", *argv, "--seeds", 2, "--device", "cpu")
     out = command(
@@ -312,7 +310,7 @@ def test_more_seeds_of_the_same(command, tmp_path):
         ({"--model": "kgat", "--loss": "softmax"}, {"loss": "softmax", "kg_batch_ratio": 2.0}),
     ],
 )
-def test_a_record_of_an_earlier_version_means_what_it_meant_there(settings, taken):
+def test_records_of_earlier_versions_keep_their_meaning(settings, taken):
     """It lacks --loss, and has another default of a flag, which most models do not use."""
     known, settings = options(KgatFlags), settings | {"--kg-batch-ratio": 2.0}
     found = ConfigFile(Path("config.json"), settings, is_record=True).values(known, all_known=True)

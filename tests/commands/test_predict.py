@@ -81,7 +81,7 @@ def expected_probabilities(checkpoint, windows, dtype=torch.float32):
 # --- what the table says -----------------------------------------------------------------------------------------
 
 
-def test_table_is_what_the_model_says(trained, windows, label, tmp_path):
+def test_the_written_table_equals_the_models_predictions(trained, windows, label, tmp_path):
     expected = expected_probabilities(trained / "best.pth", windows)
     rows = label(save_recording(tmp_path / "walk.csv", joined(windows)))
     assert [row["window"] for row in rows] == [str(i) for i in range(14)]
@@ -97,7 +97,7 @@ def without_times(rows):
     return [{k: v for k, v in row.items() if k not in ("start_s", "end_s")} for row in rows]
 
 
-def test_recording_and_its_windows_agree(windows, label, tmp_path):
+def test_predictions_of_a_recording_and_its_windows_agree(windows, label, tmp_path):
     from_array = label(save_windows(tmp_path / "walk.npy", windows))
     assert {(row["start_s"], row["end_s"]) for row in from_array} == {("", "")}
     from_recording = label(save_recording(tmp_path / "walk.csv", joined(windows)))
@@ -107,7 +107,7 @@ def test_recording_and_its_windows_agree(windows, label, tmp_path):
     assert label(as_others_save) == from_array
 
 
-def test_columns_in_any_order_among_others(windows, label, tmp_path):
+def test_columns_may_be_in_any_order_among_others(windows, label, tmp_path):
     """As a spreadsheet writes it: byte-order mark, quotes, CRLF, a text column; and a blank line, and a short rest."""
     rows = np.concatenate([joined(windows), np.zeros((63, 9), np.float32)])
     order = [7, 2, 0, 8, 1, 4, 3, 6, 5]
@@ -133,7 +133,7 @@ def test_batch_size_does_not_change_the_table(windows, label, tmp_path, monkeypa
         np.testing.assert_allclose(probabilities(rows), probabilities(at_once), rtol=0, atol=1.01e-4)
 
 
-def test_precision_is_that_of_the_command_line(trained, windows, label, tmp_path, monkeypatch):
+def test_precision_follows_the_command_line(trained, windows, label, tmp_path, monkeypatch):
     path = save_windows(tmp_path / "walk.npy", windows)
     used = set()
     forward = HarNet.forward
@@ -161,7 +161,7 @@ def test_numbers_in_other_units_get_a_warning(trained, windows, on_cpu, tmp_path
 # --- which run, and what it needs --------------------------------------------------------------------------------
 
 
-def test_the_training_data_may_be_gone(on_cpu, windows, tmp_path, monkeypatch):
+def test_predictions_do_not_need_the_training_data(on_cpu, windows, tmp_path, monkeypatch):
     data, cache, run = write_layout(tmp_path / "UCI HAR Dataset"), tmp_path / "cache", tmp_path / "run"
     argv = ["--data-dir", data, "--num-val-subjects", 1, "--cache-dir", cache]
     on_cpu(*SMALL, *argv, "--save-dir", run)
@@ -179,7 +179,7 @@ def test_the_training_data_may_be_gone(on_cpu, windows, tmp_path, monkeypatch):
     assert not cache.exists() and not (tmp_path / "none").exists()
 
 
-def test_run_without_validation_labels_with_its_last_weights(on_cpu, label, windows, cache_dir, tmp_path):
+def test_a_run_without_validation_predicts_with_its_last_weights(on_cpu, label, windows, cache_dir, tmp_path):
     run = tmp_path / "run"
     on_cpu(*SMALL, "--refit", "--ema-decay", 0.9, "--cache-dir", cache_dir / "lockstep", "--save-dir", run)
     of_run = "--refit, --mode first, --hidden-dims 8"
@@ -218,7 +218,7 @@ def test_the_flags_of_the_run_may_be_repeated_but_not_changed(trained, label, wi
 # --- where the table goes ----------------------------------------------------------------------------------------
 
 
-def test_output_is_the_table_with_the_users_permissions(trained, windows, label, on_cpu, tmp_path):
+def test_output_is_a_table_with_the_users_permissions(trained, windows, label, on_cpu, tmp_path):
     path, output = save_windows(tmp_path / "walk.npy", windows), tmp_path / "labels.csv"
     link = tmp_path / "link.csv"
     link.symlink_to(output)
@@ -237,7 +237,7 @@ def test_output_is_the_table_with_the_users_permissions(trained, windows, label,
     assert sorted(p.name for p in tmp_path.iterdir()) == ["labels.csv", "link.csv", "walk.npy"]
 
 
-def test_a_disk_that_refuses(tmp_path):
+def test_a_disk_that_refuses_writes(tmp_path):
     for name in ("x" * 255, "no/such/folder/x"):
         with pytest.raises(UserError, match=r"--output .*: cannot be written: "):
             write_output(tmp_path / name, "a table")
@@ -249,7 +249,7 @@ def test_a_disk_that_refuses(tmp_path):
     assert output.read_text() == "precious" and list(tmp_path.iterdir()) == [output]
 
 
-def test_folder_without_permission_is_found_before_the_work(trained, windows, on_cpu, tmp_path, monkeypatch):
+def test_an_unwritable_folder_is_reported_before_the_work(trained, windows, on_cpu, tmp_path, monkeypatch):
     path, output = save_windows(tmp_path / "walk.npy", windows), tmp_path / "labels.csv"
     monkeypatch.setattr("trainer.flags.os.access", lambda folder, mode: folder != tmp_path)
     _, err = on_cpu("--predict", path, "--save-dir", trained, "--output", output, status=2)
@@ -260,7 +260,7 @@ def test_folder_without_permission_is_found_before_the_work(trained, windows, on
 
 
 @pytest.mark.slow
-def test_reader_that_has_seen_enough(trained, windows, environment, tmp_path):
+def test_a_reader_may_stop_early(trained, windows, environment, tmp_path):
     """`| head -1`; the table is longer than a pipe holds."""
     path = save_windows(tmp_path / "walks.npy", np.tile(windows, (100, 1, 1)))
     argv = [sys.executable, "main.py", "--predict", path, "--save-dir", trained, "--num-threads", "1"]
@@ -287,7 +287,7 @@ def test_reader_that_has_seen_enough(trained, windows, environment, tmp_path):
         (["--save-dir", "{tmp}/none"], "--save-dir {tmp}/none: contains no intact checkpoint to use"),
     ],
 )
-def test_wrong_place_ends_with_one_message_and_writes_nothing(more, message, trained, windows, on_cpu, tmp_path):
+def test_an_invalid_path_ends_with_one_message_and_writes_nothing(more, message, trained, windows, on_cpu, tmp_path):
     path = save_windows(tmp_path / "walk.npy", windows)
     content = path.read_bytes()
     here = [word.format(tmp=tmp_path) for word in more]
@@ -296,7 +296,7 @@ def test_wrong_place_ends_with_one_message_and_writes_nothing(more, message, tra
     assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == content
 
 
-def test_a_folder_of_several_runs_names_one(trained, windows, on_cpu, tmp_path):
+def test_a_folder_of_several_runs_suggests_one_run(trained, windows, on_cpu, tmp_path):
     path = save_windows(tmp_path / "walk.npy", windows)
     _, err = on_cpu("--predict", path, "--save-dir", trained.parent, status=2)
     assert len(err) == 1 and f"contains several runs; choose one, for example --save-dir {trained.parent}/" in err[0]

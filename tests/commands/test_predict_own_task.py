@@ -46,7 +46,7 @@ def own_run(on_cpu, tmp_path):
     sys.modules.pop("first_place", None)
 
 
-def test_own_task_labels_its_own_files(own_run, on_cpu, tmp_path):
+def test_a_custom_task_labels_its_files(own_run, on_cpu, tmp_path):
     task, run, points = own_run
     named = ["--task", f"{task}:Labelling"]
     out, err = on_cpu("--predict", points, "--save-dir", run, *named, "--num-threads", 1)
@@ -70,7 +70,7 @@ def test_own_task_labels_its_own_files(own_run, on_cpu, tmp_path):
     assert on_cpu("--predict", points, "--save-dir", run, *there, "--num-threads", 1) == (out, err)
 
 
-def test_a_default_is_taken_anew(own_run):
+def test_a_default_is_computed_again(own_run):
     """By the command line, against what the run was trained with."""
     task, run, _ = own_run
     trained = find_weights(run, {}, print)
@@ -82,7 +82,7 @@ def test_a_default_is_taken_anew(own_run):
         assert rebuild_task(trained, flags).config.hidden_units == expected
 
 
-def test_task_that_cannot_label_says_so(on_cpu, cache_dir, tmp_path):
+def test_a_task_without_predictions_says_so(on_cpu, cache_dir, tmp_path):
     run, points = tmp_path / "run", tmp_path / "points.txt"
     points.write_text(POINTS)
     own = ["--task", f"{ROOT}/examples/own_task.py:Spirals", "--num-points", 64, "--epochs", 1, "--num-threads", 1]
@@ -94,7 +94,7 @@ def test_task_that_cannot_label_says_so(on_cpu, cache_dir, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_a_kill_leaves_nothing_half_written(number, own_run, command, tmp_path, monkeypatch):
+def test_a_kill_leaves_no_partial_file(number, own_run, command, tmp_path, monkeypatch):
     """Between two batches: the file is written when the table is complete."""
     task, run, points = own_run
     output = tmp_path / "labels.csv"
@@ -107,7 +107,7 @@ def test_a_kill_leaves_nothing_half_written(number, own_run, command, tmp_path, 
     assert output.read_text() == "precious" and sorted(tmp_path.iterdir()) == before
 
 
-def test_a_failure_leaves_what_was_there(own_run, on_cpu, tmp_path, monkeypatch):
+def test_a_failure_keeps_existing_files(own_run, on_cpu, tmp_path, monkeypatch):
     """Between two batches too."""
     task, run, points = own_run
     output = tmp_path / "labels.csv"

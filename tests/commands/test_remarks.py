@@ -44,7 +44,7 @@ def task(tmp_path):
     sys.modules.pop("speaking_task", None)
 
 
-def test_remarks_stand_at_the_start_and_beside_predictions(task, on_cpu, tmp_path):
+def test_remarks_are_shown_at_the_start_and_with_predictions(task, on_cpu, tmp_path):
     out, _ = on_cpu(*task, "--num-points", 64, "--epochs", 1, "--save-dir", tmp_path / "run")
     assert "12 points have no arm.\nPoints lie far apart.\n" in out
     out, _ = on_cpu(*task, "--num-points", 64, "--eval-only", "--save-dir", tmp_path / "run")
@@ -55,7 +55,7 @@ def test_remarks_stand_at_the_start_and_beside_predictions(task, on_cpu, tmp_pat
     assert err == [f"From the run in {tmp_path / 'run'}: --num-points 64", "One column is not used."]
 
 
-def test_other_work_takes_the_place_of_training(task, on_cpu, tmp_path, monkeypatch):
+def test_a_run_without_training_does_its_work(task, on_cpu, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     out, _ = on_cpu(*task, "--num-points", 8, "--save-dir", tmp_path / "run")
     assert out == "Wrote points.txt: 8 points.\n"

@@ -31,7 +31,7 @@ from trainer.registry import is_same_task
 # --- the same command again --------------------------------------------------------------------------------------
 
 
-def test_finished_run_says_so_and_changes_nothing(train, tmp_path):
+def test_a_finished_run_is_reported_and_not_changed(train, tmp_path):
     """Only train.log notes that somebody asked, and missing links are repaired."""
     train(tmp_path)
     before = contents(tmp_path, ("lock", "train.log"))
@@ -69,7 +69,7 @@ def test_numbers_of_numpy_do_not_spoil_checkpoints(train, tmp_path, monkeypatch)
     assert load(tmp_path / "final.pth")["step"] == 2 * STEPS_PER_EPOCH
 
 
-def test_more_epochs_go_on_and_changed_flags_are_listed(train, tmp_path):
+def test_more_epochs_resume_the_run_and_changed_flags_are_listed(train, tmp_path):
     train(tmp_path)
     out = train(tmp_path, "--epochs", 3, "--lr", 0.02, "--dropout", 0.1)
     assert f"Resuming after optimizer step {STEPS_PER_EPOCH}: epoch 2, 0 of 24 samples." in out
@@ -80,7 +80,7 @@ def test_more_epochs_go_on_and_changed_flags_are_listed(train, tmp_path):
     assert [row["epoch"] for row in read_metrics(tmp_path, "epoch")] == [1, 2, 3]
 
 
-def test_an_epoch_goes_on_with_the_samples_that_it_began_with(train, cli, refused, tmp_path):
+def test_a_resumed_epoch_keeps_its_samples(train, cli, refused, tmp_path):
     """What --drop-last leaves out depends on the batch size; the next epoch takes another one."""
     tiny = [*TINY[:2], *TINY[4:], "--num-train", 20, "--drop-last", "--save-dir", tmp_path]
     assert cli(*tiny, "--max-steps", 1)[0] == 0
@@ -95,7 +95,7 @@ def test_an_epoch_goes_on_with_the_samples_that_it_began_with(train, cli, refuse
     assert "The training data changed: [16] -> [20] samples." in out
 
 
-def test_samples_that_a_changed_batch_size_repeats_are_told(cli, tmp_path):
+def test_samples_repeated_after_a_batch_size_change_are_reported(cli, tmp_path):
     file = f"{ROOT / 'tests' / 'helpers' / 'refreshing_task.py'}:Bucketed"
     argv = ["--task", file, *TINY[4:6], *TINY[8:], "--save-dir", tmp_path]
     assert cli(*argv, "--batch-size", 8, "--max-steps", 2)[0] == 0
@@ -107,7 +107,7 @@ def test_samples_that_a_changed_batch_size_repeats_are_told(cli, tmp_path):
     assert "used twice" not in cli(*argv, "--batch-size", 5, "--max-steps", 4)[1]
 
 
-def test_other_parameter_groups_do_not_go_on_with_the_moments(cli, refused, tmp_path):
+def test_moments_of_other_parameter_groups_are_refused(cli, refused, tmp_path):
     """A dense embedding that became a sparse one, and so another optimizer's."""
     file = ROOT / "tests" / "helpers" / "token_task.py"
     argv = ["--save-dir", tmp_path, "--weight-decay", 0, "--task"]
@@ -143,11 +143,11 @@ def test_fresh_moves_the_old_run_aside(train, tmp_path):
         ("har", "har.py:har", False),
     ],
 )
-def test_a_task_is_its_class_and_the_name_of_its_file(one, other, same):
+def test_a_task_is_identified_by_class_and_file_name(one, other, same):
     assert is_same_task(one, other) is is_same_task(other, one) is same
 
 
-def test_a_run_goes_on_and_is_scored_however_its_task_is_spelled(train, cli, tmp_path):
+def test_a_run_is_resumed_and_scored_with_any_spelling_of_its_task(train, cli, tmp_path):
     train(tmp_path)
     respelled = ["--task", os.path.relpath(WEIGHTED)]
     out = train(tmp_path, "--epochs", 2, *respelled)
@@ -157,7 +157,7 @@ def test_a_run_goes_on_and_is_scored_however_its_task_is_spelled(train, cli, tmp
     assert train(tmp_path, "--eval-only") == train(tmp_path, "--eval-only", *respelled)
 
 
-def test_a_finished_run_says_what_would_have_it_go_on(train, tmp_path):
+def test_a_finished_run_says_how_to_train_longer(train, tmp_path):
     early = ["--lr", 1e-12, "--early-stopping-patience"]
     train(tmp_path, *early, 1, "--epochs", 4)
     for epochs in (4, 5):
@@ -171,7 +171,7 @@ def test_a_finished_run_says_what_would_have_it_go_on(train, tmp_path):
     assert "Resuming" in train(tmp_path, *early, 3, "--epochs", 4)
 
 
-def test_several_runs_are_finished_however_their_task_is_spelled(train, tmp_path):
+def test_several_runs_are_finished_with_any_spelling_of_their_task(train, tmp_path):
     train(tmp_path, "--seeds", 2)
     out = train(tmp_path, "--seeds", 2, "--task", os.path.relpath(WEIGHTED))
     assert "finished already: 2" in out and "instead of" not in out
@@ -206,13 +206,13 @@ def test_init_from_has_no_effect_on_a_run_that_has_started(train, tmp_path):
     assert recorded == str(load(run / "last.pth")["config"]["--init-from"]) == str(first / "last.pth")
 
 
-def test_a_changed_global_batch_is_told(train, tmp_path):
+def test_a_changed_global_batch_is_reported(train, tmp_path):
     train(tmp_path)
     out = train(tmp_path, "--epochs", 2, "--grad-accum-steps", 2)
     assert "The global batch changes from 8 to 16 samples." in out
 
 
-def test_init_from_the_run_that_is_moved_aside(train, tmp_path):
+def test_init_from_a_run_that_fresh_moves_aside(train, tmp_path):
     """Starting over from one's own best weights is what these two flags are for."""
     train(tmp_path)
     old = load(tmp_path / "best.pth")
@@ -220,7 +220,7 @@ def test_init_from_the_run_that_is_moved_aside(train, tmp_path):
     assert largest_difference(old, load(tmp_path / "final.pth")) < 1e-6
 
 
-def test_resume_from_goes_on_and_then_from_its_own_newest(train, tmp_path):
+def test_after_resume_from_a_run_resumes_from_its_newest_checkpoint(train, tmp_path):
     """From epoch 1 of another run; later killed before its last epoch was saved."""
     train(tmp_path / "source", "--epochs", 3)
     source = tmp_path / "source" / "checkpoint_1.pth"
@@ -236,7 +236,7 @@ def test_resume_from_goes_on_and_then_from_its_own_newest(train, tmp_path):
     assert_same_bits(expected, load(new / "final.pth")["model"])
 
 
-def test_resume_from_counts_once_whatever_starts_come_between(train, tmp_path, monkeypatch):
+def test_resume_from_applies_once_across_restarts(train, tmp_path, monkeypatch):
     """Without the flag, with more checkpoints than are kept, and with the same file named in another way."""
     train(tmp_path / "source", "--epochs", 1)
     new, source = tmp_path / "new", tmp_path / "source" / "final.pth"
@@ -247,7 +247,7 @@ def test_resume_from_counts_once_whatever_starts_come_between(train, tmp_path, m
     assert f"Resuming after optimizer step {4 * STEPS_PER_EPOCH}:" in out
 
 
-def test_one_may_go_back_to_the_same_checkpoint_again(train, tmp_path):
+def test_a_run_may_go_back_twice_to_one_checkpoint(train, tmp_path):
     back, keep = ["--resume-from", tmp_path / "checkpoint_1.pth"], ["--keep-checkpoints", 0]
     train(tmp_path, "--epochs", 2, *keep)
     train(tmp_path, "--epochs", 2, *back, *keep)
@@ -256,7 +256,7 @@ def test_one_may_go_back_to_the_same_checkpoint_again(train, tmp_path):
 
 
 @pytest.mark.parametrize("source", ["checkpoint_1.pth", "final.pth"])
-def test_resume_from_takes_the_place_of_another_run(source, train, tmp_path):
+def test_resume_from_replaces_another_run(source, train, tmp_path):
     """One with checkpoints of the same steps, and results: none of them counts any more."""
     train(tmp_path / "first", "--epochs", 3)
     train(tmp_path / "second", "--epochs", 3, "--seed", 1)
@@ -319,7 +319,7 @@ def test_init_from_a_model_of_another_shape(train, refused, tmp_path):
     assert not contents(tmp_path / "new")
 
 
-def test_bad_file_does_not_cost_the_run_that_is_there(train, refused, tmp_path):
+def test_a_bad_file_keeps_the_existing_run(train, refused, tmp_path):
     """`--fresh` moves the old run aside only for a command that can start."""
     train(tmp_path)
     before = contents(tmp_path, REFUSAL)
@@ -350,7 +350,7 @@ def id_of(directory):
     return recorded
 
 
-def test_equal_runs_have_ids_of_their_own(train, tmp_path):
+def test_equal_runs_have_different_ids(train, tmp_path):
     for name in "ab":
         train(tmp_path / name)
     assert id_of(tmp_path / "a") != id_of(tmp_path / "b")
@@ -366,7 +366,7 @@ def test_equal_runs_have_ids_of_their_own(train, tmp_path):
     ],
     ids=["nothing", "config.json", "its end", "its type"],
 )
-def test_a_run_that_goes_on_keeps_its_id(lose, train, tmp_path):
+def test_a_resumed_run_keeps_its_id(lose, train, tmp_path):
     train(tmp_path)
     before = id_of(tmp_path)
     lose(tmp_path)
@@ -374,7 +374,7 @@ def test_a_run_that_goes_on_keeps_its_id(lose, train, tmp_path):
     assert id_of(tmp_path) == before
 
 
-def test_a_run_that_had_not_saved_keeps_its_id(cli, train, tmp_path, monkeypatch):
+def test_a_run_without_a_checkpoint_keeps_its_id(cli, train, tmp_path, monkeypatch):
     def fail(*arguments):
         raise OSError("no")
 
@@ -387,14 +387,14 @@ def test_a_run_that_had_not_saved_keeps_its_id(cli, train, tmp_path, monkeypatch
     assert id_of(tmp_path) == before
 
 
-def test_a_fresh_start_has_a_new_one(train, tmp_path):
+def test_a_fresh_run_has_a_new_id(train, tmp_path):
     train(tmp_path)
     before = id_of(tmp_path)
     train(tmp_path, "--fresh")
     assert id_of(tmp_path) != before == id_of(tmp_path / "previous-1")
 
 
-def test_going_back_keeps_it_and_going_on_elsewhere_does_not(train, tmp_path):
+def test_going_back_keeps_the_id_and_another_folder_gets_a_new_id(train, tmp_path):
     train(tmp_path / "run", "--epochs", 2)
     source = tmp_path / "run" / "checkpoint_1.pth"
     train(tmp_path / "elsewhere", "--epochs", 2, "--resume-from", source)

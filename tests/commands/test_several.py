@@ -57,7 +57,7 @@ def seeds(command, har, tmp_path_factory):
 # --- what they come to -------------------------------------------------------------------------------------------
 
 
-def test_each_seed_is_the_run_that_the_same_flags_give_by_hand(seeds, har, cli, tmp_path):
+def test_each_seed_equals_a_run_started_by_hand(seeds, har, cli, tmp_path):
     directory, done = seeds
     assert not done.stderr
     for seed in (3, 4):
@@ -67,7 +67,7 @@ def test_each_seed_is_the_run_that_the_same_flags_give_by_hand(seeds, har, cli, 
         assert read(alone / "results.json")["metrics"] == read(directory / f"seed-{seed}/results.json")["metrics"]
 
 
-def test_summary_says_what_the_runs_say(seeds):
+def test_the_summary_agrees_with_the_runs(seeds):
     directory, done = seeds
     summary = read(directory / "summary.json")
     results = [read(directory / f"seed-{seed}" / "results.json") for seed in (3, 4)]
@@ -106,7 +106,7 @@ def test_ensemble_is_the_mean_of_the_probabilities(seeds, cache_dir):
     assert metrics["test/loss"] == pytest.approx(float(-of_label.log().mean()), rel=1e-5)
 
 
-def test_finished_ones_print_their_table_again_without_training(seeds, har, cli):
+def test_finished_runs_print_their_table_again_without_training(seeds, har, cli):
     directory, done = seeds
     before = {path: path.stat().st_mtime_ns for path in directory.glob("seed-*/**/*")}
     status, out, err = cli(*har, "--seed", 3, "--seeds", 2, "--save-dir", directory)
@@ -117,7 +117,7 @@ def test_finished_ones_print_their_table_again_without_training(seeds, har, cli)
 
 
 @pytest.mark.slow
-def test_folds_hold_everyone_out_once_and_leave_the_test_set_alone(command, har, cli, cache_dir, tmp_path):
+def test_folds_hold_everyone_out_once_and_keep_the_test_set(command, har, cli, cache_dir, tmp_path):
     argv = [*har, "--folds", 2, "--save-dir", tmp_path]
     out = command("main.py", *argv).stdout
     recordings = HarTask(HarFlags(), 0, cache_dir)._recordings
@@ -143,7 +143,7 @@ def test_folds_hold_everyone_out_once_and_leave_the_test_set_alone(command, har,
 
 
 @pytest.mark.slow
-def test_folds_of_seeds_on_several_processes(command, har, tmp_path):
+def test_folds_run_for_each_seed_on_several_processes(command, har, tmp_path):
     """Each run is one of two processes, one run after the other."""
     launch = ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu"]
     out = command(*launch, *har, "--folds", 2, "--seeds", 2, "--save-dir", tmp_path, launched=True).stdout
@@ -173,7 +173,7 @@ def test_finished_runs_with_other_flags_are_named(command, cache_dir, tmp_path):
 
 
 @pytest.mark.slow
-def test_paused_runs_are_named_and_leave_no_summary(cli, cache_dir, tmp_path):
+def test_paused_runs_are_named_without_a_summary(cli, cache_dir, tmp_path):
     """With less time than a step takes; later they go on."""
     argv = [*WEIGHTED_RUN, "--max-steps", 4, "--seeds", 2, "--cache-dir", cache_dir, "--save-dir", tmp_path]
     status, out, err = cli(*argv, "--max-minutes", 1e-9)
@@ -184,7 +184,7 @@ def test_paused_runs_are_named_and_leave_no_summary(cli, cache_dir, tmp_path):
 
 
 @pytest.mark.slow
-def test_paused_runs_go_on(command, tmp_path):
+def test_paused_runs_resume(command, tmp_path):
     argv = [*WEIGHTED_RUN, "--max-steps", 4, "--seeds", 2, "--save-dir", tmp_path]
     command("main.py", *argv, "--max-minutes", 1e-9)
     out = command("main.py", *argv, "--max-minutes", 10).stdout
@@ -226,7 +226,7 @@ def test_slots_on_two_gpus(visible, device, expected, monkeypatch):
 # --- refused -----------------------------------------------------------------------------------------------------
 
 
-def test_folds_exclude_other_ways_to_hold_somebody_out():
+def test_folds_exclude_other_flags_that_hold_out_people():
     _, problems = parse(["--folds", "3", "--refit", "--num-val-subjects", "2", "--eval-only"], several_devices=False)
     excluded = [re.match(r"(\S+ \d) and (\S+): cannot be combined", text).groups() for text in problems]
     assert excluded == [
@@ -236,7 +236,7 @@ def test_folds_exclude_other_ways_to_hold_somebody_out():
     assert parse(["--seeds", "3", "--refit"], several_devices=False)[1] == []
 
 
-def test_more_folds_than_people(cli, har, tmp_path):
+def test_more_folds_than_people_are_refused(cli, har, tmp_path):
     status, _, err = cli(*har, "--folds", 99, "--save-dir", tmp_path / "set")
     assert (status, len(err)) == (2, 1) and err[0].startswith("error: --folds 99: must be from 2 to ")
     assert not (tmp_path / "set").exists()
@@ -257,7 +257,7 @@ def in_use(directory):
         holder.stdin.close()
 
 
-def test_folder_in_use_is_refused_once(cli, har, tmp_path):
+def test_a_folder_in_use_is_refused_once(cli, har, tmp_path):
     with in_use(tmp_path) as pid:
         status, _, (line,) = cli(*har, "--seeds", 2, "--save-dir", tmp_path)
     assert status == 2 and line.startswith(f"error: --save-dir {tmp_path}: in use by process {pid} ")
@@ -265,7 +265,7 @@ def test_folder_in_use_is_refused_once(cli, har, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_fails_is_named_and_the_others_end_well(command, tmp_path):
+def test_a_failed_run_is_named_and_the_other_runs_finish(command, tmp_path):
     argv = [*WEIGHTED_RUN, "--epochs", 1, "--seeds", 2, "--save-dir", tmp_path]
     with in_use(tmp_path / "seed-1") as pid:
         done = command("main.py", *argv, status=2)
@@ -277,7 +277,7 @@ def test_a_run_that_fails_is_named_and_the_others_end_well(command, tmp_path):
     assert not (tmp_path / "summary.json").exists() and "mean" not in done.stdout
 
 
-def test_several_runs_in_the_folder_of_a_single_one(train, refused, tmp_path):
+def test_several_runs_in_the_folder_of_a_single_run(train, refused, tmp_path):
     train(tmp_path)
     before = contents(tmp_path)
     refused([f"--save-dir {tmp_path}: contains a single run; choose"], *TINY, "--seeds", 2, "--save-dir", tmp_path)
@@ -324,7 +324,7 @@ def run_all(folder, slots, statuses):
 
 
 @pytest.mark.slow
-def test_nothing_new_starts_after_a_failure(tmp_path, capfd):
+def test_no_run_starts_after_a_failure(tmp_path, capfd):
     assert run_all(tmp_path, "a", enumerate([0, 7, 0])) == (["0"], {"1": 7})
     assert not (tmp_path / "2.json").exists()
     assert job(tmp_path, 1, 7).failure_message(7) == f"error: {tmp_path / '1'}: ended with status 7\n1 is done"
@@ -336,7 +336,7 @@ def test_nothing_new_starts_after_a_failure(tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_a_slot_has_one_run_at_a_time(tmp_path):
+def test_a_slot_runs_one_run_at_a_time(tmp_path):
     assert run_all(tmp_path, "ab", enumerate([0] * 5)) == (list("01234"), {})
     intervals = sorted(json.loads((tmp_path / f"{i}.json").read_text()) for i in range(5))
     assert {slot for slot, _, _ in intervals} == {"a", "b"}

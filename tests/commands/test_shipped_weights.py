@@ -57,7 +57,7 @@ def points(tmp_path):
     return path
 
 
-def test_a_new_run_begins_with_them(task, on_cpu, tmp_path):
+def test_a_new_run_starts_with_the_shipped_weights(task, on_cpu, tmp_path):
     out, _ = on_cpu("--task", task, *SMALL, "--max-steps", 1, "--lr", 1e-9, "--save-dir", tmp_path / "new")
     assert "Starting with the weights that come with this task: 6 of the model's 6." in out
     made, tuned = (load(tmp_path / name)["model"] for name in ("made/best.pth", "new/final.pth"))
@@ -70,7 +70,7 @@ def test_a_new_run_begins_with_them(task, on_cpu, tmp_path):
     assert "come with this task" not in out
 
 
-def test_they_are_used_where_there_is_no_run(task, points, on_cpu, tmp_path):
+def test_shipped_weights_are_used_without_a_run(task, points, on_cpu, tmp_path):
     out, _ = on_cpu("--task", task, "--predict", points, "--save-dir", tmp_path / "none", "--num-threads", 1)
     made = ["--predict", points, "--resume-from", tmp_path / "task" / "shipped.pth", "--num-threads", 1]
     assert out == on_cpu("--task", task, *made)[0]
@@ -92,7 +92,7 @@ def test_a_run_of_another_task_is_refused(task, points, on_cpu, tmp_path):
     assert len(err) == 1 and "leave it out" in err[0], err
 
 
-def test_runs_of_each_task_have_a_folder_of_their_own(task, points, on_cpu, tmp_path, monkeypatch):
+def test_runs_of_each_task_have_their_own_folder(task, points, on_cpu, tmp_path, monkeypatch):
     shutil.copytree(tmp_path / "made", tmp_path / "checkpoints" / "Spirals")
     expected, _ = on_cpu("--task", task, "--predict", points, "--save-dir", tmp_path / "none", "--num-threads", 1)
     monkeypatch.chdir(tmp_path)
@@ -105,7 +105,7 @@ def test_runs_of_each_task_have_a_folder_of_their_own(task, points, on_cpu, tmp_
     "use",
     [["--predict", "points.txt"], ["--eval-only"], pytest.param(["--export", "x.pt2"], marks=pytest.mark.slow)],
 )
-def test_what_lies_in_the_default_folder_does_not_decide(use, task, points, on_cpu, tmp_path, monkeypatch):
+def test_a_run_in_the_default_folder_is_ignored(use, task, points, on_cpu, tmp_path, monkeypatch):
     """A try of a few steps, which learned something else: whoever means it, names its folder."""
     monkeypatch.chdir(tmp_path)
     folder, shipped = "checkpoints/WithWeights", f"Using the weights that come with {task}"
@@ -122,14 +122,14 @@ def test_what_lies_in_the_default_folder_does_not_decide(use, task, points, on_c
     assert out != before
 
 
-def test_training_in_the_default_folder_goes_on_there(task, on_cpu, tmp_path, monkeypatch):
+def test_training_in_the_default_folder_resumes_there(task, on_cpu, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for steps in (1, 2):
         out, _ = on_cpu("--task", task, *SMALL, "--max-steps", steps)
     assert "Resuming after optimizer step 1" in out and "From the run" not in out
 
 
-def test_a_config_that_trains_nothing_is_scored(task, on_cpu, tmp_path):
+def test_a_config_without_training_is_scored(task, on_cpu, tmp_path):
     argv = ["--task", task, *SMALL, "--noise", 0, "--save-dir", tmp_path / "none"]
     scored = on_cpu(*argv)[0]
     assert scored.partition("Next: add --predict FILE")[0] == on_cpu(*argv, "--eval-only")[0]

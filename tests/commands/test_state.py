@@ -73,7 +73,7 @@ def everything_but_the_state(directory):
 # --- the states --------------------------------------------------------------------------------------------------
 
 
-def test_running_then_finished(happening, run_here, tmp_path):
+def test_state_is_running_then_finished(happening, run_here, tmp_path):
     run_here(*happening("shutil.copy(directory / 'state.json', directory / 'then.json')"))
     then, now = json.loads((tmp_path / "run" / "then.json").read_text()), state_of(tmp_path / "run")
     here = {"host": os.uname().nodename, "process": os.getpid(), "signal": None, "message": None}
@@ -83,7 +83,7 @@ def test_running_then_finished(happening, run_here, tmp_path):
     assert timedelta(seconds=-1) < age < timedelta(minutes=5)
 
 
-def test_preempted_by_a_signal_then_goes_on(happening, run_here, tmp_path):
+def test_a_run_preempted_by_a_signal_resumes(happening, run_here, tmp_path):
     directory = tmp_path / "run"
     (tmp_path / "ask").touch()
     args = happening(f"Path({str(tmp_path / 'ask')!r}).exists() and os.kill(os.getpid(), signal.SIGUSR1)")
@@ -98,7 +98,7 @@ def test_preempted_by_a_signal_then_goes_on(happening, run_here, tmp_path):
     assert (state["state"], state["epoch"], state["signal"]) == ("finished", 2, None)
 
 
-def test_refused_with_its_message(happening, run_here, tmp_path):
+def test_refused_inputs_have_a_message(happening, run_here, tmp_path):
     _, err = run_here(*happening("raise UserError('the data ran away')"), status=2)
     state = state_of(tmp_path / "run")
     assert (state["state"], state["message"]) == ("refused", "the data ran away")
@@ -106,21 +106,21 @@ def test_refused_with_its_message(happening, run_here, tmp_path):
     assert err == "error: the data ran away\n"
 
 
-def test_refused_when_the_disk_is_full(happening, run_here, tmp_path):
+def test_a_start_on_a_full_disk_is_refused(happening, run_here, tmp_path):
     run_here(*happening("raise OSError(28, 'No space left on device')"), status=2)
     state = state_of(tmp_path / "run")
     assert state["state"] == "refused"
     assert state["message"].startswith(f"--save-dir {tmp_path / 'run'}: No space left on device; earlier checkpoints")
 
 
-def test_failed_by_a_defect(happening, run_here, tmp_path):
+def test_a_run_that_failed_by_a_defect(happening, run_here, tmp_path):
     run_here(*happening("1 / 0"), status=1)
     state = state_of(tmp_path / "run")
     assert (state["state"], state["epoch"]) == ("failed", 1)
     assert state["message"].endswith(": ZeroDivisionError: division by zero")
 
 
-def test_failed_by_a_second_ctrl_c(happening, run_here, tmp_path):
+def test_a_run_ended_by_a_second_ctrl_c(happening, run_here, tmp_path):
     """It does not wait for a save, so there is nothing that "preempted" could promise."""
     ask = "os.kill(os.getpid(), signal.SIGINT)"
     with pytest.raises(SystemExit):
@@ -143,7 +143,7 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_message(happening, run_
 # --- what an earlier run left ------------------------------------------------------------------------------------
 
 
-def test_refused_before_it_is_opened_and_asked_for_again(plain, run_here, tmp_path):
+def test_a_refused_folder_is_not_opened(plain, run_here, tmp_path):
     """A finished run is refused with other flags, and is still finished with its own."""
     run_here(*plain)
     before = everything_but_the_state(tmp_path / "run")
@@ -161,12 +161,12 @@ def test_refused_before_it_is_opened_and_asked_for_again(plain, run_here, tmp_pa
     assert (tmp_path / "run" / STATE).read_text() == long_ago
 
 
-def test_no_file_where_no_run_is(plain, run_here, tmp_path):
+def test_no_file_is_created_without_a_run(plain, run_here, tmp_path):
     run_here(*plain, "--init-from", "main.py", status=2)
     assert not (tmp_path / "run" / STATE).exists()
 
 
-def test_fresh_moves_it_aside(plain, run_here, tmp_path):
+def test_fresh_moves_the_state_file_aside(plain, run_here, tmp_path):
     run_here(*plain)
     before = state_of(tmp_path / "run")
     run_here(*plain, "--fresh", "--epochs", 1)
@@ -262,7 +262,7 @@ class Job:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_nodes", [1, 2])
-def test_slurm_job_is_queued_again_until_it_is_finished(num_nodes, environment, tmp_path):
+def test_a_slurm_job_is_requeued_until_it_is_finished(num_nodes, environment, tmp_path):
     job = Job(tmp_path, environment, num_nodes)
     status, out = job.run(*WORK, "--delay-s", 0.5, stop_at=lambda: job.says("running"))
     assert state_of(job.directory)["state"] == "preempted", out
@@ -283,7 +283,7 @@ def test_slurm_job_is_queued_again_until_it_is_finished(num_nodes, environment, 
         *((state, True, False) for state in ("running", "finished", "paused", "refused", "failed")),
     ],
 )
-def test_slurm_job_decides_by_the_state(state, asked, again, environment, tmp_path):
+def test_a_slurm_job_requeues_by_state_json(state, asked, again, environment, tmp_path):
     """Workers that are gone when the time is up, and what they left behind."""
     content = json.dumps({"state": state, "message": 'not "state": "preempted"'}, indent=2)
     leaves = f"""
@@ -301,7 +301,7 @@ def test_slurm_job_decides_by_the_state(state, asked, again, environment, tmp_pa
     assert ("Not queueing job 17 again" in out) is (asked and not again)
 
 
-def test_slurm_job_needs_the_folder_whose_state_it_reads(environment, tmp_path):
+def test_a_slurm_job_needs_save_dir(environment, tmp_path):
     job = Job(tmp_path, environment, torchrun="touch $HOME/started")
     status, out = job.run("--config", "my.toml", into="")
     assert status == 2 and out.startswith("error: --save-dir DIR: missing") and not (tmp_path / "started").exists()

@@ -41,7 +41,7 @@ def difference(weights, others):
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "module.", "module.model.", "my.own."])
-def test_a_plain_state_dict_does_what_a_checkpoint_does(prefix, source, train, tmp_path):
+def test_a_plain_state_dict_works_like_a_checkpoint(prefix, source, train, tmp_path):
     checkpoint = save({"model": source}, tmp_path / "checkpoint.pth")
     plain = save({f"{prefix}{name}": value for name, value in source.items()}, tmp_path / "plain.pth")
     for name, file in (("a", checkpoint), ("b", plain)):
@@ -61,7 +61,7 @@ def test_a_plain_state_dict_is_scored(source, train, tmp_path):
 
 @pytest.mark.parametrize("flag", ["--init-from", "--init-from-partial"])
 @pytest.mark.parametrize("content", [{"a": torch.ones(1), "b": 3}, {"model": 3}, {0: torch.ones(1)}, [torch.ones(1)]])
-def test_what_is_neither_is_refused(flag, content, refused, tmp_path):
+def test_a_file_that_is_neither_checkpoint_nor_state_dict_is_refused(flag, content, refused, tmp_path):
     file = save(content, tmp_path / "x.pth")
     message = (
         f"{flag} {file}: is not a checkpoint: it has no entry `model` with weights, and is not a state dict either"
@@ -81,7 +81,7 @@ def test_what_is_neither_is_refused(flag, content, refused, tmp_path):
         ("x.safetensors", None, ": torch cannot load it; convert it with safetensors and torch.save"),
     ],
 )
-def test_weights_of_other_trainers_are_refused_with_what_to_do(name, content, told, run_here, tmp_path):
+def test_weights_of_other_trainers_are_refused_with_advice(name, content, told, run_here, tmp_path):
     file = tmp_path / name
     file.write_bytes(b'\x08\0\0\0\0\0\0\0{"a":{}}') if content is None else save(content, file)
     assert told in run_here(*TINY, "--init-from", file, "--save-dir", tmp_path / "run", status=2).err
@@ -112,7 +112,7 @@ def test_all_or_nothing():
     assert_same_bits(own, model.state_dict())
 
 
-def test_scores_are_of_the_weights_that_are_to_be_scored(source):
+def test_scores_belong_to_the_requested_weights(source):
     """Also where a moving average is kept: not of the one so far."""
     flags, _ = parse([*map(str, TINY), "--ema-decay", "0.9"], several_devices=False)
     run = assemble_run(flags, build_task(flags), ONE_DEVICE)
@@ -135,7 +135,7 @@ def partial(source, tmp_path):
 
 
 @pytest.mark.parametrize("more", [[], ["--ema-decay", 0.9]])
-def test_what_fits_is_taken_and_told(more, source, partial, train, tmp_path):
+def test_fitting_weights_are_loaded_and_listed(more, source, partial, train, tmp_path):
     file, fitting = partial
     out = train(tmp_path / "run", "--init-from-partial", file, *STILL, *more).splitlines()
     at = out.index(f"Starting with 3 of the model's 5 weights from {file}: {', '.join(fitting)}.")
@@ -151,7 +151,7 @@ def test_what_fits_is_taken_and_told(more, source, partial, train, tmp_path):
     assert all(difference({name: fresh[name]}, {name: source[name]}) > 1e-3 for name in fitting)
 
 
-def test_a_run_that_began_with_a_part_goes_on(partial, train, tmp_path):
+def test_a_run_started_from_partial_weights_resumes(partial, train, tmp_path):
     file, _ = partial
     train(tmp_path / "run", "--init-from-partial", file)
     out = train(tmp_path / "run", "--epochs", 2)
@@ -160,7 +160,7 @@ def test_a_run_that_began_with_a_part_goes_on(partial, train, tmp_path):
     ]
 
 
-def test_a_trunk_that_no_group_names_stays_as_it_was(source, train, tmp_path, monkeypatch):
+def test_a_trunk_in_no_parameter_group_stays_unchanged(source, train, tmp_path, monkeypatch):
     class Tuned(Weighted):
         def param_groups(self, objective, phase):
             return [{"params": objective.model.layers[4].parameters()}]
@@ -177,7 +177,7 @@ def test_a_trunk_that_no_group_names_stays_as_it_was(source, train, tmp_path, mo
 
 
 @pytest.mark.slow
-def test_every_process_takes_the_same(partial, train, command, tmp_path):
+def test_every_process_uses_the_same_settings(partial, train, command, tmp_path):
     file, _ = partial
     train(tmp_path / "one", "--init-from-partial", file, *STILL)
     argv = [*TINY, "--init-from-partial", file, *STILL, "--save-dir", tmp_path / "two", "--device", "cpu"]
@@ -185,14 +185,14 @@ def test_every_process_takes_the_same(partial, train, command, tmp_path):
     assert difference(*(load(tmp_path / name / "final.pth")["model"] for name in ("one", "two"))) < 1e-6
 
 
-def test_nothing_that_fits(refused, tmp_path):
+def test_no_size_fits(refused, tmp_path):
     file = save({"a.weight": torch.ones(3, 3), "a.bias": torch.ones(3)}, tmp_path / "x.pth")
     parts = "no weight fits the model: the file has a.weight, a.bias, and the model has layers.0.weight, layers.1."
     refused([parts], *TINY, "--init-from-partial", file, "--save-dir", tmp_path / "run")
     assert not contents(tmp_path / "run", REFUSAL)
 
 
-def test_buffers_are_taken_like_parameters():
+def test_buffers_are_loaded_like_parameters():
     model, theirs = (nn.ModuleDict({"norm": nn.BatchNorm1d(3), "head": nn.Linear(3, out)}) for out in (2, 4))
     theirs.norm.running_mean.fill_(5)
     theirs.norm.num_batches_tracked.fill_(8)

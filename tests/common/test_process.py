@@ -12,7 +12,7 @@ from trainer.common.process import command_of_main
 
 
 @pytest.mark.parametrize("has_another", [False, True])
-def test_the_program_has_its_path_in_another_folder(has_another, tmp_path, monkeypatch):
+def test_the_program_runs_from_another_folder(has_another, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if has_another:
         Path("main.py").touch()

@@ -29,7 +29,7 @@ def without(monkeypatch):
     return load
 
 
-def test_properties_of_tensors():
+def test_tensor_properties_are_counted():
     weight = torch.ones(2, requires_grad=True)
     assert torch_private.num_writes(weight.detach().add_(1)) == 1
     assert not torch_private.has_hooks(weight)
@@ -55,7 +55,7 @@ def test_hooks_of_modules_and_optimizers():
     assert torch_private.hooked_module(unknown) is None and not torch_private.has_step_hooks(unknown)
 
 
-def test_modules():
+def test_modules_are_counted():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     parameters = list(model.parameters())
     torch_private.convert_tensors(model, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
@@ -67,7 +67,7 @@ def test_modules():
     assert torch_private.names_not_persistent(model[1]) == {"kept"}
 
 
-def test_conversions_are_seen():
+def test_dtype_conversions_are_detected():
     class Rounded(torch_private.SeesConversions):
         dtypes: tuple = ()
 
@@ -98,7 +98,7 @@ def test_a_callback_without_a_queue(without):
     assert seen == ["at once"]
 
 
-def test_processes_without_the_names():
+def test_processes_that_lack_metric_names():
     torch_private.set_timeout(SimpleNamespace(), torch.device("cpu"), NO_TIMEOUT)
     torch_private.rebuild_buckets(SimpleNamespace(reducer=object()))
     loader = SimpleNamespace()
@@ -106,7 +106,7 @@ def test_processes_without_the_names():
     torch_private.kill_workers(loader)
 
 
-def test_timeouts_by_public_and_by_private_name():
+def test_timeouts_by_public_and_private_name():
     seen = []
     backend = SimpleNamespace(_set_default_timeout=seen.append)
     torch_private.set_timeout(SimpleNamespace(set_timeout=seen.append), torch.device("cpu"), NO_TIMEOUT)
@@ -115,13 +115,13 @@ def test_timeouts_by_public_and_by_private_name():
 
 
 @pytest.mark.parametrize("is_hidden", [False, True])
-def test_ended_workers(is_hidden, monkeypatch):
+def test_workers_that_end(is_hidden, monkeypatch):
     if is_hidden:
         monkeypatch.setitem(sys.modules, "torch.utils.data._utils.signal_handling", None)
     torch_private.raise_for_ended_worker()
 
 
-def test_units_of_another_torch():
+def test_units_of_another_torch_version():
     unit = nn.Linear(1, 1)
     torch_private.make_outermost(unit)
     assert torch_private.group_of_unit(unit) is None and torch_private.unsharded(unit.weight) is None
@@ -129,7 +129,7 @@ def test_units_of_another_torch():
     assert torch_private.pass_through(unit, value) is value
 
 
-def test_without_a_compiler(monkeypatch):
+def test_compiling_without_a_compiler(monkeypatch):
     for name in ("", ".config", ".exc"):
         monkeypatch.setitem(sys.modules, f"torch._dynamo{name}", None)
     monkeypatch.setitem(sys.modules, "torch._higher_order_ops", None)

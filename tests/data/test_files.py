@@ -66,7 +66,7 @@ def source(request, tmp_path) -> Source:
     return opened(WRITERS[request.param](tmp_path / "data", STORED))
 
 
-def test_files_are_the_same_by_whatever_they_are_held(source) -> None:
+def test_files_have_equal_content_from_any_container(source) -> None:
     assert [file.name for file in source.files] == sorted(VISIBLE | PACKED)
     files = {file.name: file for file in source.files}
     for name in [*RNG.permutation([*VISIBLE, *PACKED]), *RNG.permutation([*VISIBLE, *PACKED])]:
@@ -83,7 +83,7 @@ def test_a_zip_is_opened_once_for_many_files(tmp_path, monkeypatch) -> None:
     assert len(times) == 1
 
 
-def test_forked_processes_do_not_share_their_place_in_a_zip(tmp_path) -> None:
+def test_forked_processes_do_not_share_a_file_position_in_a_zip(tmp_path) -> None:
     members = {f"{i}": RNG.bytes(20_000) for i in range(60)}
     source = opened(write_zip(tmp_path / "data", members))
 
@@ -102,7 +102,7 @@ def test_forked_processes_do_not_share_their_place_in_a_zip(tmp_path) -> None:
     assert [process.exitcode for process in processes] == [0, 0, 0]
 
 
-def test_a_file_that_is_not_there_is_named(source) -> None:
+def test_a_missing_file_is_named_in_the_error(source) -> None:
     with pytest.raises(UserError, match=rf"^--data-dir {source.path}(/|, )a/5.wav: .*; restore this file, or download"):
         DataFile(source, "a/5.wav").read()
     with pytest.raises(UserError, match=r"nowhere: no such file or folder; give another$"):
@@ -111,7 +111,7 @@ def test_a_file_that_is_not_there_is_named(source) -> None:
 
 @pytest.mark.parametrize("name", ["../../outside.wav", "/tmp/outside.wav", "a/../../../outside.wav"])
 @pytest.mark.parametrize("write", [write_zip, partial(write_tar, prefix="")])
-def test_names_that_lead_elsewhere_are_only_names(write, name, tmp_path) -> None:
+def test_names_of_paths_are_only_names(write, name, tmp_path) -> None:
     path = write(tmp_path / "data", {name: b"content"})
     assert [(file.name, file.read()) for file in opened(path).files] == [(name, b"content")]
     assert list(tmp_path.iterdir()) == [path] and not Path("/tmp/outside.wav").exists()
@@ -132,7 +132,7 @@ def test_damage_is_named(kind, tmp_path, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("packing", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_damage_in_any_packing_is_named(packing, tmp_path) -> None:
+def test_damage_in_any_compression_is_named(packing, tmp_path) -> None:
     path = tmp_path / "data.zip"
     with zipfile.ZipFile(path, "w", packing) as archive:
         archive.writestr("ä.wav", bytes(range(256)) * 8)
@@ -145,6 +145,6 @@ def test_damage_in_any_packing_is_named(packing, tmp_path) -> None:
             [file.read() for file in opened(path).files]
 
 
-def test_names_are_shown_in_part() -> None:
+def test_long_lists_of_names_are_shortened() -> None:
     assert (shown([]), shown("ba")) == ("no files", "a, b")
     assert shown(f"{i:02}" for i in range(13)).endswith("10, 11, ...")

@@ -1,7 +1,7 @@
 from data.overview import MOST_ROWS, overview
 
 
-def test_columns_are_aligned_and_lines_end_without_blanks():
+def test_columns_are_aligned_without_trailing_spaces():
     assert overview(("column", "kind"), [("x", "number"), ("a long name", "category")]) == [
         "  column       kind",
         "  x            number",
@@ -9,14 +9,14 @@ def test_columns_are_aligned_and_lines_end_without_blanks():
     ]
 
 
-def test_of_many_rows_it_says_how_many_more_there_are_unless_it_is_one():
+def test_long_tables_state_the_number_of_further_rows():
     lines = overview(("column",), [(f"x{k}",) for k in range(MOST_ROWS + 3)])
     assert len(lines) == 1 + MOST_ROWS + 1
     assert lines[-1] == "  ... and 3 more"
     assert overview(("column",), [(f"x{k}",) for k in range(MOST_ROWS + 1)])[-1] == f"  x{MOST_ROWS}"
 
 
-def test_a_cell_is_one_line_without_commands_to_a_terminal_and_cut_where_it_is_long():
+def test_cells_are_shown_as_one_short_line_without_terminal_escapes():
     assert overview(("name\x1b[31m\n", "note"), [("y" * 100, "z" * 300)]) == [
         "  name\\x1b[31m\\n" + " " * 58 + "note",
         "  " + "y" * 67 + "...  " + "z" * 197 + "...",

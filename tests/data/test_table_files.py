@@ -68,7 +68,7 @@ def path(request, tmp_path):
     return path
 
 
-def test_a_table_of_any_form_is_the_same_table(path):
+def test_every_file_form_gives_the_same_table(path):
     with opened_table(*tables_at(path, "--data-dir", ""), LeftOut()) as table:
         assert tuple(table.header) == NAMES
         numbers, rows = zip(*table.lines, strict=True)
@@ -76,7 +76,7 @@ def test_a_table_of_any_form_is_the_same_table(path):
         assert list(np.diff(numbers)) == [1] * (len(ROWS) - 1) and numbers[0] == table.line + ("json" not in path.name)
 
 
-def test_tables_and_interactions_of_any_form(path, tmp_path):
+def test_tables_and_interactions_in_any_format(path, tmp_path):
     if path.name == "blanks.csv":  # in which interactions have no quotes
         path.write_text(path.read_text().replace('"', "").replace("Zoë ", "Zoë").replace("Café ", "Café"))
     items = tuple(f"Café{k}" if "blanks" in path.name else f"Café {k}" for k in range(7))
@@ -89,7 +89,7 @@ def test_tables_and_interactions_of_any_form(path, tmp_path):
     assert found.times.tolist() == [row[2] for row in ROWS]
 
 
-def test_recordings_of_any_form(path, tmp_path):
+def test_recordings_in_any_format(path, tmp_path):
     if path.name in ("t.json", "t.tar.gz"):
         return
     found = load_own_recordings(path, tmp_path / "cache", OwnFormat(None, None, ("x",), 10, 10)).recordings
@@ -100,7 +100,7 @@ def test_recordings_of_any_form(path, tmp_path):
 
 
 @pytest.mark.parametrize("encoding", ["cp1252", "latin-1", "utf-16"])
-def test_encodings_that_are_given(encoding, tmp_path):
+def test_a_given_encoding_is_used(encoding, tmp_path):
     path = tmp_path / "t.csv"
     path.write_bytes(CSV.decode().encode(encoding))
     assert read_table(path, reading=Reading(encoding)).column("user").distinct_texts == ["Zoë 0", "Zoë 1", "Zoë 2"]
@@ -132,7 +132,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("text", WESTERN, ids=lambda text: text[:9])
-def test_cp1252_is_recognised_and_told(text, tmp_path):
+def test_cp1252_is_recognised_and_reported(text, tmp_path):
     path = tmp_path / "t.csv"
     path.write_bytes(f"x\n{text}".encode("cp1252"))
     table = read_table(path)
@@ -142,7 +142,7 @@ def test_cp1252_is_recognised_and_told(text, tmp_path):
 
 
 @pytest.mark.parametrize(("encoding", "text"), [(name, text) for name, texts in OTHERS.items() for text in texts])
-def test_what_may_be_another_encoding_is_refused_with_a_proposal(encoding, text, tmp_path):
+def test_text_in_a_possible_other_encoding_is_refused_with_a_suggestion(encoding, text, tmp_path):
     path = tmp_path / "t.csv"
     for content in (
         f"x\n{text}\n".encode(encoding),
@@ -160,7 +160,7 @@ def test_what_may_be_another_encoding_is_refused_with_a_proposal(encoding, text,
             assert not found.notes and text in content.decode()
 
 
-def test_numbers_of_json_keep_their_digits_and_other_values_their_meaning(tmp_path):
+def test_json_numbers_keep_their_digits(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text(
         '{"a": 1.50, "b": true, "c": null}\n\n{"a": 12345678901234567890, "d": [1, "x"], "b": "é"}\nno object\n'
@@ -204,11 +204,11 @@ def test_parquet_needs_only_pyarrow(tmp_path, monkeypatch):
         stand_in = types.SimpleNamespace(ParquetFile=_Parquet)
         monkeypatch.setitem(sys.modules, "pyarrow", types.SimpleNamespace(parquet=stand_in))
         monkeypatch.setitem(sys.modules, "pyarrow.parquet", stand_in)
-    test_tables_and_interactions_of_any_form(path, tmp_path)
-    test_recordings_of_any_form(path, tmp_path)
+    test_tables_and_interactions_in_any_format(path, tmp_path)
+    test_recordings_in_any_format(path, tmp_path)
 
 
-def test_rows_of_sessions_with_events(tmp_path):
+def test_session_rows_with_event_types(tmp_path):
     """OTTO's sessions."""
     path = tmp_path / "train.jsonl"
     events = [{"aid": k, "ts": 1_661_724_000_000 + 1000 * k, "type": "clicks"} for k in (3, 1, 2)]
@@ -239,7 +239,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_json_lines_of_published_data_sets(name, tmp_path):
+def test_json_lines_of_published_data_sets_are_read(name, tmp_path):
     entry, (user, item, time) = PUBLISHED[name]
     path = tmp_path / name
     line = repr(entry).replace("{'", "{u'", 1) if name.startswith("steam") else json.dumps(entry)
@@ -282,7 +282,7 @@ def test_other_formats_are_refused_by_name(what, name, tmp_path):
             read()
 
 
-def test_of_training_and_test_in_one_archive_the_right_one_is_read(tmp_path):
+def test_the_right_file_of_training_and_test_archives_is_read(tmp_path):
     """Kaggle's."""
     path = tmp_path / "titanic.zip"
     members = {"test.csv": "x\n1\n", "train.csv": "x,y\n2,a\n", "gender_submission.csv": "x,y\n3,b\n"}
@@ -320,7 +320,7 @@ def test_damaged_files_are_read_or_refused(name, tmp_path):
                 assert "\n" not in str(error)
 
 
-def test_halves_of_characters_and_odd_names_are_no_objects(tmp_path):
+def test_lone_surrogates_and_odd_names_are_not_parsed_as_objects(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text('{"a": "x"}\n{"a": "\\ud800"}\n{\'a\': {(1, 2): 3}}\n{[]: 1}\n{"a": "\\ud83d\\ude00"}\n')
     with opened_table(single(path, "--data-dir"), LeftOut()) as table:

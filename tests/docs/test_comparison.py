@@ -40,7 +40,7 @@ def test_command_of_the_page_parses(script, arguments):
 
 
 @pytest.mark.parametrize("side", ["lightning", "accelerate"])
-def test_script_of_a_peer_is_there(side):
+def test_scripts_of_compared_trainers_exist(side):
     tree = ast.parse((FOLDER / f"{side}_side.py").read_text())
     assert "main" in [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
 
@@ -69,7 +69,7 @@ def start(command, tmp_path):
     return start
 
 
-def test_steps_are_those_of_whole_batches(start):
+def test_steps_equal_whole_batches(start):
     settings = replace(SMALL, epochs=1)
     run = start(settings)
     (steps,) = run.lives()
@@ -79,7 +79,7 @@ def test_steps_are_those_of_whole_batches(start):
     assert run.metrics() == pytest.approx(scores_of(settings, run.weights()), rel=1e-12)
 
 
-def test_killed_within_an_epoch_it_goes_on_as_if_nothing_had_happened(start):
+def test_a_run_killed_within_an_epoch_resumes(start):
     unbroken = start(name="unbroken")
     start(status=-9, die_at=20)
     run = start()
@@ -89,7 +89,7 @@ def test_killed_within_an_epoch_it_goes_on_as_if_nothing_had_happened(start):
     assert same_bits(run.weights(), unbroken.weights())
 
 
-def test_a_mean_of_means_is_found():
+def test_a_mean_of_means_is_detected():
     data, model = train_data(SMALL), new_model(SMALL)
     optimizer = new_optimizer(SMALL, model.parameters())
     for i in (range(4), range(4, 8), range(8, 11)):

@@ -60,7 +60,7 @@ def shown_commands() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("tokens", shown_commands(), ids=" ".join)
-def test_the_program_understands_what_is_started(tokens, monkeypatch):
+def test_the_program_parses_the_scripts_command(tokens, monkeypatch):
     monkeypatch.setattr(devices.torch.cuda, "device_count", lambda: 8)
     (script,) = SCRIPTS.keys() & set(tokens)
     flags, problems = parse(arguments_of(tokens), SCRIPTS[script])
@@ -69,7 +69,7 @@ def test_the_program_understands_what_is_started(tokens, monkeypatch):
 
 
 @pytest.mark.parametrize("tokens", [t for t in shown_commands() if "torchrun" in t], ids=" ".join)
-def test_torchrun_understands_what_is_started(tokens, monkeypatch):
+def test_torchrun_parses_the_scripts_command(tokens, monkeypatch):
     for name, value in {**SLURM, "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
     known = get_args_parser().parse_args(list(map(os.path.expandvars, tokens[tokens.index("torchrun") + 1 :])))
@@ -96,7 +96,7 @@ def test_the_manifests_belong_together():
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
-def test_links_lead_to_headings():
+def test_links_to_headings_exist():
     for path, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", PAGE):
         text = (ROOT / "docs" / path).read_text() if path else PAGE
         assert anchor in anchors(text), f"{path}#{anchor}"
@@ -104,7 +104,7 @@ def test_links_lead_to_headings():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("block", "num_tasks"), [(NODES, 1), (RANKS, 2)], ids=["torchrun", "ranks"])
-def test_what_srun_starts_trains(block, num_tasks, environment, tmp_path):
+def test_a_run_started_by_srun_trains(block, num_tasks, environment, tmp_path):
     """In a shell with SLURM's variables, on two CPU processes."""
     tiny = shlex.join(map(str, [*TINY, "--device", "cpu"]))
     folder = re.search(r"--save-dir (\S+)$", what_srun_starts(block))[1]

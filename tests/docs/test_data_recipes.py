@@ -52,7 +52,7 @@ def test_batches_of_similar_lengths():
 
 
 @pytest.mark.parametrize(("few_lengths", "width"), [(False, 17), (True, 32)])
-def test_ragged_samples(few_lengths, width):
+def test_ragged_samples_are_padded(few_lengths, width):
     samples = [np.arange(1, n + 1) for n in (3, 17)]
     keys = SampleKeys(np.array([5, 2]), epoch=0, few_lengths=few_lengths)
     batch = recipe("Ragged samples", Batch=Batch)["collate"](None, samples, keys)

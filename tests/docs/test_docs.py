@@ -36,7 +36,7 @@ def rows(section: str) -> list[list[str]]:
 # --- flags -----------------------------------------------------------------------------------------------------
 
 
-def test_tables_of_flags_are_those_of_the_code():
+def test_tables_of_flags_match_the_code():
     """`python docs/make_flags.py` writes them."""
     maker = runpy.run_path(str(ROOT / "docs" / "make_flags.py"))
     assert maker["PAGE"].read_text() == maker["page"]()
@@ -141,7 +141,7 @@ def test_documented_command_parses(document, script, arguments, monkeypatch):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(document):
+def test_links_in_pages_exist(document):
     targets = re.findall(r"\]\(([^)#\s]+)", document.read_text())
     broken = [t for t in targets if "://" not in t and not (document.parent / t).exists()]
     assert not broken

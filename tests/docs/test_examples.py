@@ -18,7 +18,7 @@ def test_the_gan_trains_both_halves_in_turns(run_here, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_gan_finds_all_spots(run_here, tmp_path):
+def test_the_gan_finds_all_modes(run_here, tmp_path):
     run_here(*GAN, "--save-dir", tmp_path)
     metrics = json.loads((tmp_path / "results.json").read_text())["metrics"]
     assert metrics["test/spots"] == 8 and metrics["test/near"] > 0.75

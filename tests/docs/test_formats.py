@@ -41,7 +41,7 @@ def in_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_messages_point_to_sections_that_are_there():
+def test_messages_name_existing_sections():
     root = Path(__file__).parents[2]
     sources = [path.read_text() for room in ("data", "tasks") for path in (root / room).rglob("*.py")]
     links = {link for source in sources for link in re.findall(r"docs/formats\.md#([a-z0-9-]+)", source)}
@@ -67,7 +67,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("section", TABLES)
-def test_tables(section):
+def test_table_formats_are_read(section):
     name, content, result = TABLES[section]
     Path(name).write_text(content)
     with pytest.raises(UserError, match=f"docs/formats.md#{section} "):
@@ -76,14 +76,14 @@ def test_tables(section):
     assert columns_of(result) == {"x": [1.5, 2], "y": ["a", "ä"]}
 
 
-def test_quotes_of_arff():
+def test_quotes_in_arff_files():
     head = '@attribute "my x" string\n@attribute \'it\\\'s\' numeric\n@attribute y {p, "q"}\n@data\n'
     Path("table.arff").write_text(f'\ufeff{head}"a, b", 1,\'Men\\\'s\'\n,2,""\n', encoding="utf-8")
     CONVERTERS["arff"](Path("table.arff"))
     assert Path("table.csv").read_text() == "my x,it's,y\n\"a, b\",1,Men's\n,2,\n"
 
 
-def test_arff_that_cannot_be_converted_writes_nothing():
+def test_a_failed_arff_conversion_writes_nothing():
     for content, message in {
         "@data\n{0 1, 2 q}\n": "'{0 1, 2 q}' is a sparse row",
         "a,b\n1,2\n": "no line @data",
@@ -110,7 +110,7 @@ def test_a_table_without_names():
     assert (found["age"], found["income"], len(found)) == ([39, 39], ["<=50K", ">50K"], 15)
 
 
-def test_a_sheet_of_excel():
+def test_an_excel_sheet():
     pytest.importorskip("openpyxl")
     pandas = pytest.importorskip("pandas")
     pandas.DataFrame({"x": [1.5, 2], "day": ["2024-05-31", "ä"]}).to_excel("table.xlsx", index=False)
@@ -120,7 +120,7 @@ def test_a_sheet_of_excel():
     assert columns_of("table.csv") == {"x": [1.5, 2], "day": ["2024-05-31", "ä"]}
 
 
-def test_rows_of_libsvm():
+def test_libsvm_rows_are_read():
     Path("table.libsvm").write_text("+1 1:0.5 3:2\n-1 3:1e-1 # 2:5\n")
     with pytest.raises(UserError, match=r"docs/formats.md#other-formats "):
         read_table(Path("table.libsvm"))
@@ -128,7 +128,7 @@ def test_rows_of_libsvm():
     assert columns_of("table.csv") == {"label": [1, -1], "x1": [0.5, 0], "x3": [2, 0.1]}
 
 
-def test_one_user_a_line():
+def test_one_user_per_line():
     Path("users.txt").write_text("0 7 8 9\n3 8\n")
     with pytest.raises(
         UserError, match=r"is a line with a user and all .*4 columns, .*docs/formats.md#one-user-a-line "
@@ -139,7 +139,7 @@ def test_one_user_a_line():
     assert (found.offsets.tolist(), found.item_ids, found.items.tolist()) == ([0, 3, 4], ("7", "8", "9"), [1, 2, 3, 2])
 
 
-def test_kgcn_before_its_preprocessing(tmp_path):
+def test_kgcn_data_before_preprocessing(tmp_path):
     folder = tmp_path / "raw"
     folder.mkdir()
     (folder / "user_artists.dat").write_text(
@@ -157,7 +157,7 @@ def test_kgcn_before_its_preprocessing(tmp_path):
     assert found.triples.tolist() == [[0, 0, 10], [10, 1, 1]] and len(found.train) + len(found.test) == 10
 
 
-def test_kaldi(tmp_path, monkeypatch):
+def test_kaldi_folders_are_read(tmp_path, monkeypatch):
     for part in ("train", "test"):
         folder = tmp_path / "data" / part
         folder.mkdir(parents=True)
@@ -174,7 +174,7 @@ def test_kaldi(tmp_path, monkeypatch):
     assert dict(zip(found.names, found.splits, strict=True)) == {"train.wav": "train", "test.wav": "test"}
 
 
-def test_utterances_cut_by_kaldi_are_refused():
+def test_kaldi_segments_are_refused():
     Path("data/train").mkdir(parents=True)
     for name in ("wav.scp", "segments"):
         Path("data/train", name).write_text("u1 r1 0 1\n")
@@ -228,7 +228,7 @@ RECORDINGS = {
 """What writes a sample: the result, how many channels, the columns of some from 0, and the classes."""
 
 
-def test_the_newer_data_of_wisdm():
+def test_the_newer_wisdm_data():
     Path("accel").mkdir()
     for subject in (1600, 1601):
         Path("accel", f"data_{subject}_accel_phone.txt").write_text(f"{subject},A,252207666810782,-0.36,8.79,1.05;\n")
@@ -237,7 +237,7 @@ def test_the_newer_data_of_wisdm():
 
 
 @pytest.mark.parametrize("write", RECORDINGS)
-def test_recordings(write, tmp_path):
+def test_recordings_are_read(write, tmp_path):
     result, num_channels, columns, classes = RECORDINGS[write]
     (tmp_path / "as_published").mkdir()
     write(tmp_path / "as_published")

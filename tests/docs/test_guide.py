@@ -187,7 +187,7 @@ def test_block_runs_and_prints_what_is_quoted(block, tmp_path, shell, request):
         assert line in printed.read_text()
 
 
-def test_what_only_slow_tests_run_needs_no_marker():
+def test_commands_run_only_by_slow_tests_need_no_marker():
     """So that a marker that is missing is noticed at once."""
     slow = [command for block in BLOCKS if block.is_slow and not block.needs_more for command in commands_of(block)]
     starts = ("python profiler.py ", "torchrun --standalone ", "python main.py --device cpu ")
@@ -195,7 +195,7 @@ def test_what_only_slow_tests_run_needs_no_marker():
     assert all("--device cpu" in command for command in slow if command.startswith("torchrun"))
 
 
-def test_no_block_is_overlooked():
+def test_every_code_block_is_tested():
     """Neither one that is indented, nor one fenced in another way."""
     fences = re.findall(r"^\s*(?:```|~~~)", GUIDE, re.MULTILINE)
     assert len(fences) == 2 * len(BLOCKS) + 2 * sum(bool(block.printed) for block in BLOCKS)
@@ -206,7 +206,7 @@ def test_no_block_is_overlooked():
 # --- what cannot be run here --------------------------------------------------------------------------------------
 
 
-def test_marked_blocks_quote_no_output():
+def test_marked_code_blocks_quote_no_output():
     """What nothing here can print would be made up."""
     assert not [block.line for block in BLOCKS if block.needs_more and block.printed]
 
@@ -220,7 +220,7 @@ def launches() -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("arguments", launches(), ids=" ".join)
-def test_torchrun_understands_its_arguments(arguments):
+def test_torchrun_parses_its_arguments(arguments):
     known = get_args_parser().parse_args(list(arguments))
     assert known.training_script in (*SCRIPTS, "profiler.py")
     assert not any(option.startswith(("--nn", "--nproc", "--rdzv")) for option in known.training_script_args)
@@ -258,7 +258,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-def test_links_lead_to_headings():
+def test_links_to_headings_exist():
     for path, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", GUIDE):
         text = (ROOT / "docs" / path).read_text() if path else GUIDE
         assert anchor in anchors(text), f"{path}#{anchor}"

@@ -36,7 +36,7 @@ def in_two_parts(command, tmp_path):
 
 
 @pytest.mark.slow
-def test_weights_and_biases(in_two_parts):
+def test_weights_and_biases_gets_flags_and_metrics(in_two_parts):
     pytest.importorskip("wandb", reason="needs wandb")
     directory = in_two_parts("wandb", WANDB_MODE="offline", WANDB_SILENT="true")
     records = sorted(directory.glob("wandb/offline-run-*/*.wandb"))
@@ -46,7 +46,7 @@ def test_weights_and_biases(in_two_parts):
 
 
 @pytest.mark.slow
-def test_mlflow(in_two_parts, tmp_path):
+def test_mlflow_gets_flags_and_metrics(in_two_parts, tmp_path):
     pytest.importorskip("mlflow", reason="needs mlflow")
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
     directory = in_two_parts("mlflow", MLFLOW_TRACKING_URI=store)
@@ -124,7 +124,7 @@ def package(monkeypatch, tmp_path):
         sys.modules.pop(name, None)
 
 
-def test_wandb_goes_on_under_the_id_of_the_run(package, run_here, tmp_path):
+def test_wandb_resumes_with_the_id_of_the_run(package, run_here, tmp_path):
     calls, directory = package("wandb", WANDB).calls, tmp_path / "run"
     for part in (ONE_EPOCH, TWO_EPOCHS):
         out = run_here(*TINY, *part, "--save-dir", directory, "--logger", "wandb").out
@@ -140,7 +140,7 @@ def test_wandb_goes_on_under_the_id_of_the_run(package, run_here, tmp_path):
     assert calls.count(("finish", 0)) == 2
 
 
-def test_mlflow_goes_on_with_the_run_of_the_same_tag(package, run_here, tmp_path):
+def test_mlflow_resumes_the_run_of_the_same_tag(package, run_here, tmp_path):
     calls = package("mlflow", MLFLOW).calls
     for part in (ONE_EPOCH, TWO_EPOCHS):
         assert "--logger" not in run_here(*TINY, *part, "--save-dir", tmp_path / "run", "--logger", "mlflow").out
@@ -151,7 +151,7 @@ def test_mlflow_goes_on_with_the_run_of_the_same_tag(package, run_here, tmp_path
 
 
 @pytest.mark.parametrize("name", LOGGERS)
-def test_a_package_that_is_not_there_is_named(name, package, run_here, tmp_path):
+def test_a_missing_package_is_named(name, package, run_here, tmp_path):
     assert SERVICES.keys() == {*LOGGERS}
     (tmp_path / "packages" / f"{name}.py").write_text("raise ImportError('none here')")
     sys.modules.pop(name, None)

@@ -36,7 +36,7 @@ class Points:
         return {"point": self.points[keys.index], "label": self.labels[keys.index]}
 
 
-def test_metrics_that_do_not_add_up(monkeypatch, run_here, tmp_path):
+def test_metrics_that_are_not_sums(monkeypatch, run_here, tmp_path):
     names = recipe("Metrics that do not add up", area_under_curve=area_under_curve, F=F)
     objective = type("RecipeObjective", (Objective,), {"forward": names["forward"]})
     splits = {"train": Points(50, 0), "val": Points(21, 1), "test": Points(30, 2)}
@@ -61,7 +61,7 @@ class Shifted(Spirals):
         return {"train": splits["train"], "val/as-trained": splits["val"], "val/noisy": noisy, "test": splits["test"]}
 
 
-def test_several_validation_sets(monkeypatch, run_here, tmp_path):
+def test_several_validation_sets_are_scored(monkeypatch, run_here, tmp_path):
     monkeypatch.setitem(TASKS, "shifted", Shifted)
     argv = ["--num-points", 200, "--epochs", 5, "--keep-checkpoints", 1, "--keep-best", 3, "--lr", 0.02]
     run_here("--task", "shifted", *argv, "--save-dir", tmp_path)
@@ -92,7 +92,7 @@ def slow_auc(scores, labels):
     return sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs) / len(pairs)
 
 
-def test_mixup_is_a_function_of_the_sample():
+def test_mixup_depends_only_on_the_sample():
     plain = SpiralData(100, 0.1, 0)
     mixed = Mixed(plain, seed=3)
     together = mixed.__getitems__(SampleKeys(np.arange(100), 2))
@@ -110,7 +110,7 @@ def mix(data, i, j, share):
     return share * data.points[i] + (1 - share) * data.points[j]
 
 
-def test_mixup_trains(run_here, tmp_path):
+def test_mixup_training_works(run_here, tmp_path):
     task = f"{ROOT}/examples/mixup.py:MixedSpirals"
     run_here("--task", task, "--num-points", 100, "--epochs", 1, "--save-dir", tmp_path)
     assert (tmp_path / "results.json").exists()

@@ -14,7 +14,7 @@ from tests.conftest import ROOT, read_metrics
 ML_1M = Path(os.environ.get("LOCKSTEP_DATA", "")) / "ml-1m" / "ml-1m_complete_order.txt.gz"
 
 
-def test_each_column_takes_the_epoch_that_is_best_by_its_own_metric():
+def test_each_column_shows_the_best_epoch_of_its_metric():
     scores = {5: (0.1, 0.4, 0.2, 0.2), 10: (0.3, 0.3, 0.1, 0.3), 15: (0.2, 0.2, 0.3, 0.1)}
     events = [
         {"event": "epoch", "epoch": epoch, **{f"val/{name}": value for name, value in zip(METRICS, row, strict=True)}}
@@ -25,7 +25,7 @@ def test_each_column_takes_the_epoch_that_is_best_by_its_own_metric():
 
 
 @pytest.mark.slow
-def test_it_trains_all_rows_and_goes_on(environment, tmp_path):
+def test_a_stream_trains_all_rows_and_resumes(environment, tmp_path):
     """Two seeds of a row on the generated catalogue, of which one is trained first."""
 
     def run(*seeds):
@@ -53,7 +53,7 @@ def test_it_trains_all_rows_and_goes_on(environment, tmp_path):
 @pytest.mark.skipif(
     "LOCKSTEP_DATA" not in os.environ or not ML_1M.exists(), reason="LOCKSTEP_DATA names no folder with MovieLens-1M"
 )
-def test_fifteen_epochs_of_the_published_recipe_learn_what_they_did(environment, tmp_path):
+def test_fifteen_epochs_of_the_published_recipe_reach_their_scores(environment, tmp_path):
     """Seeds 0 and 1 gave .7325 and .7313, and .4704 and .4674; another draw of the negatives moves them by .002."""
     words = ["--config", "configs/seqrec/sasrec_published.toml", "--maxlen", 50, "--epochs", 15, "--eval-every", 15]
     words += ["--data-dir", ML_1M, "--num-threads", 1, "--device", "cpu", "--save-dir", tmp_path / "run"]

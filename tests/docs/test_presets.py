@@ -67,7 +67,7 @@ def eight_gpus(monkeypatch):
     monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
 
 
-def test_every_workload_has_them_for_1_2_4_and_8_gpus():
+def test_every_workload_has_presets_for_1_2_4_and_8_gpus():
     assert [name_of(path) for path in PRESETS] == [
         f"configs/{workload}/{number}gpu.toml" for workload in WORKLOADS for number in (1, 2, 4, 8)
     ]
@@ -75,7 +75,7 @@ def test_every_workload_has_them_for_1_2_4_and_8_gpus():
 
 
 @pytest.mark.parametrize("path", [*PRESETS, MEMORY, *LAYERS, *SHARDED, *PUBLISHED], ids=name_of)
-def test_its_own_command_is_understood(path):
+def test_the_command_in_a_preset_parses(path):
     ((script, arguments),) = commands_in(path.read_text().replace("#     ", ""))
     assert name_of(path) in arguments
     flags = parsed(script, arguments)
@@ -97,7 +97,7 @@ def test_its_own_command_is_understood(path):
 
 
 @pytest.mark.parametrize("preset", PRESETS, ids=name_of)
-def test_its_global_batch_is_the_one_that_it_says(preset):
+def test_a_preset_has_the_global_batch_it_states(preset):
     """On its GPUs, on fewer or more, and in less memory."""
     text, number = preset.read_text(), num_gpus(preset)
     assert "not measured optima" in text.splitlines()[0]
@@ -129,7 +129,7 @@ def two_processes(workload, environment, folder, layers=(), more=(), prepare=Non
     "workload",
     [pytest.param(name, marks=[] if name in ("har", "kgat", "seqrec") else pytest.mark.slow) for name in WORKLOADS],
 )
-def test_two_processes_train_by_one(workload, environment, tmp_path):
+def test_two_processes_share_one_reader(workload, environment, tmp_path):
     preset = ROOT / "configs" / workload / "4gpu.toml"
     two_processes(workload, environment, tmp_path)
     final, flags = load(tmp_path / "run" / "final.pth"), parsed("main_multi_gpu.py", ["--config", str(preset)])
@@ -145,7 +145,7 @@ def compile_ahead_of_time():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", SHARDED, ids=name_of)
-def test_two_processes_train_a_model_in_parts(layer, environment, tmp_path):
+def test_two_processes_train_a_sharded_model(layer, environment, tmp_path):
     more = ["--num-workers", 0]
     out = two_processes(layer.parent.name, environment, tmp_path, [layer], more, compile_ahead_of_time)
     assert "Fully sharded over gloo: 2 x cpu, the model in 2 shard(s)" in out
@@ -153,7 +153,7 @@ def test_two_processes_train_a_model_in_parts(layer, environment, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS, ids=name_of)
-def test_it_trains_in_less_memory(layer, environment, tmp_path):
+def test_checkpointed_blocks_need_less_memory(layer, environment, tmp_path):
     workload, printed = layer.parent.name, tmp_path / "out"
     arguments = ["--config", layer.with_name("1gpu.toml"), layer, "--device", "cpu", "--num-threads", 1]
     arguments += [*WORKLOADS[workload](tmp_path), "--save-dir", tmp_path / "run"]

@@ -39,7 +39,7 @@ def train(run_here, mnist, *flags):
     return json.loads((mnist / "run" / "results.json").read_text())["metrics"]
 
 
-def test_learns_to_tell_two_kinds_apart(run_here, mnist):
+def test_learns_to_distinguish_two_classes(run_here, mnist):
     assert train(run_here, mnist)["test/accuracy"] > 0.95
 
 
@@ -60,11 +60,11 @@ def test_damaged_files_are_named(mnist, break_it, reason):
     assert "https://" in str(caught.value)
 
 
-def test_missing_data_is_refused_with_its_address(run_here):
+def test_missing_data_are_refused_with_their_url(run_here):
     assert "four files of MNIST, which are available at https://" in run_here(*TASK, status=2).err
 
 
-def test_keeps_pictures_to_train_on(run_here, mnist):
+def test_pictures_that_keep_uint8_are_trained_on(run_here, mnist):
     printed = run_here(*TASK, "--data-dir", mnist, "--num-val", 240, "--save-dir", mnist / "run", status=2)
     assert "--num-val 240: leaves none of the 240" in printed.err
 

@@ -23,7 +23,7 @@ def run(block, names):
     exec(block.replace("epochs=40", f"epochs=2, {SMALL}"), names)
 
 
-def test_the_page(here, cli, capsys):
+def test_the_page_runs(here, cli, capsys):
     names = {"torch": torch, "__name__": "page"}
     first, loop, mistakes, saved, load, guarded = BLOCKS
     run(first, names)

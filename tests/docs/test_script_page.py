@@ -23,7 +23,7 @@ def test_the_script_runs_and_resumes(tmp_path, environment):
     assert "Resuming after optimizer step" in resumed and "(400, 2)" in resumed
 
 
-def test_it_is_short_and_the_readme_leads_to_it():
+def test_the_page_is_short_and_linked_from_the_readme():
     assert len(PAGE.splitlines()) <= 60
     readme = (ROOT / "README.md").read_text()
     assert "docs/script.md" in readme

@@ -29,7 +29,7 @@ def model():
 
 
 @pytest.mark.parametrize("chunk", [1, 80, 800, 5001, 8000])
-def test_chunks_of_any_length_give_the_text_of_the_whole(model, chunk):
+def test_chunks_of_any_length_give_the_whole_transcript(model, chunk):
     audio = torch.randn(8000, generator=torch.Generator().manual_seed(1)).cumsum(0) / 100
     if chunk == 1:
         audio = audio[:1000]
@@ -41,7 +41,7 @@ def test_chunks_of_any_length_give_the_text_of_the_whole(model, chunk):
     assert "".join(transcriber(part) for part in audio.split(chunk)) == expected != ""
 
 
-def test_it_waits_for_a_window_and_for_the_frames_that_are_skipped(model):
+def test_streaming_waits_for_full_windows_and_skipped_frames(model):
     assert Transcriber(model, SYMBOLS).delay_s == pytest.approx(0.025 + 3 * 0.010)
 
 
@@ -53,7 +53,7 @@ def write_wav(path, samples, sample_rate=SAMPLE_RATE):
         file.writeframes(samples.astype("<i2").tobytes())
 
 
-def test_channels_are_averaged_and_other_rates_refused(tmp_path):
+def test_channels_are_averaged_and_other_rates_are_refused(tmp_path):
     path = tmp_path / "a.wav"
     write_wav(path, np.array([[16384, 0], [-32768, -32768]]))
     assert read_wav(path, SAMPLE_RATE).tolist() == [0.25, -1]

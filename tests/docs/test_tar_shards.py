@@ -56,7 +56,7 @@ PICTURE = npy(np.zeros((32, 32), np.uint8))
 # --- which samples ---------------------------------------------------------------------------------------------------
 
 
-def test_every_sample_is_read_once_from_its_place(task):
+def test_every_sample_is_read_once(task):
     rngs = [np.random.default_rng(number) for number in range(len(SIZES))]
     expected = [stripes(i % 4, rng) for rng, size in zip(rngs, SIZES, strict=True) for i in range(size)]
     train, seen = task.splits()["train"], []
@@ -107,7 +107,7 @@ def unbroken(train):
     return load(train("unbroken") / "final.pth")
 
 
-def test_killed_in_mid_epoch_it_goes_on_to_the_bit(train, unbroken):
+def test_a_run_killed_within_an_epoch_resumes_bit_identically(train, unbroken):
     killed = train("killed", kill_at="checkpoint_1_0_10.pth")
     assert not (killed / "final.pth").exists()
     assert_same_bits(load(train("killed") / "final.pth"), unbroken)
@@ -115,7 +115,7 @@ def test_killed_in_mid_epoch_it_goes_on_to_the_bit(train, unbroken):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_more_processes_learn_the_same(world_size, train, unbroken):
+def test_more_processes_give_the_same_weights(world_size, train, unbroken):
     assert largest_difference(load(train(str(world_size), world_size) / "final.pth"), unbroken) < 1e-9
 
 
@@ -140,7 +140,7 @@ def test_an_epoch_takes_less_memory_than_a_shard(tmp_path):
     assert peak < num_samples * len(picture)  # a shard
 
 
-def test_shards_are_looked_through_once(task, monkeypatch):
+def test_shards_are_scanned_once(task, monkeypatch):
     assert len(task.splits()["train"]) == sum(SIZES)
     monkeypatch.setattr("examples.tar_shards.index_of", lambda path: pytest.fail(f"reads {path}"))
     assert len(TarShards(task.config, seed=3, cache_dir=task.cache_dir).splits()["train"]) == sum(SIZES)
@@ -198,7 +198,7 @@ def test_a_damaged_sample_is_named(picture, label, reason, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
-def test_a_size_without_bounds_is_refused(kind, tmp_path):
+def test_an_unbounded_size_is_refused(kind, tmp_path):
     """A file with a hole of 1 GiB, as a member or as the header of one."""
     header = tarfile.TarInfo("1.npy")
     header.type, header.size = kind, 1 << 30
@@ -212,7 +212,7 @@ def test_a_size_without_bounds_is_refused(kind, tmp_path):
     tracemalloc.stop()
 
 
-def test_links_and_paths_lead_nowhere(tmp_path):
+def test_links_and_paths_cannot_leave_the_folder(tmp_path):
     """Names are names, and nothing is written."""
     inside = tmp_path / "inside"
     inside.mkdir()

@@ -126,7 +126,7 @@ def outcome_of(seed, originals, run_in, folder):
     return outcome
 
 
-def test_the_originals_go_on(originals, run_in, tmp_path):
+def test_unchanged_runs_resume(originals, run_in, tmp_path):
     """What the others rely on: nothing is said of files that nobody changed."""
     for name, directory in originals[0].items():
         copy_run(directory, tmp_path / name / "copy")
@@ -191,7 +191,7 @@ def test_each_entry_is_named(state):
         assert schema_error in (schema_error_of_checkpoint(other, resumable=True) or ""), path
 
 
-def test_moments_are_numbered(state):
+def test_moments_are_in_numeric_order(state):
     (own,) = state["optimizers"]["train"]
     own["state"][0] |= {"step": -1, "last": float("nan"), "best": torch.tensor(float("nan"))}  # as "not yet"
     assert schema_error_of_checkpoint(state, resumable=True) is None
@@ -213,7 +213,7 @@ def test_moments_are_numbered(state):
     ],
     ids=["in another shape", "missing of one parameter"],
 )
-def test_moments_that_torch_would_take_and_fail_in_the_first_step_are_refused(change, told, state, run_in, tmp_path):
+def test_optimizer_states_that_would_fail_in_the_first_step_are_refused(change, told, state, run_in, tmp_path):
     (own,) = state["optimizers"]["train"]
     moment = own["state"][0].pop("exp_avg")
     if change is not None:

@@ -58,7 +58,7 @@ def test_a_terminal_is_closed(ignored, status, state, environment, tmp_path):
 
 
 @pytest.mark.parametrize("streams", [">&- 2>&-", ""])
-def test_a_run_that_was_started_without_streams_or_with_those_of_few_characters(streams, environment, tmp_path):
+def test_a_run_without_streams_or_with_ascii_streams(streams, environment, tmp_path):
     command = [*RUN[:-6], "--save-dir", str(tmp_path / "rün 名")]
     few = environment | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run(["sh", "-c", f'"$@" {streams}', "sh", *command], cwd=ROOT, env=few, timeout=60)
@@ -87,7 +87,7 @@ def test_a_stuck_process_ends_without_a_console():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 7
 
 
-def test_only_what_the_console_refuses_is_lost(monkeypatch):
+def test_output_is_lost_only_if_the_console_rejects_it(monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     gone = os.fdopen(writer, "w")
@@ -104,7 +104,7 @@ def test_only_what_the_console_refuses_is_lost(monkeypatch):
 CLEAR = "\x1b[2J"
 
 
-def test_an_error_is_short_and_commands_no_terminal(capsys):
+def test_an_error_is_short_and_has_no_terminal_escapes(capsys):
     try:
         raise ValueError(f"{CLEAR}{'x' * 10_000_000}\rsecond\n" + "line\n" * 100_000)
     except ValueError as error:
@@ -123,14 +123,14 @@ def test_names_of_parameters_and_metrics_are_one_line_each():
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_labels_reach_a_file_as_they_are_and_a_terminal_as_text(is_terminal, monkeypatch, capsys):
+def test_labels_are_written_exactly_to_files_and_escaped_to_terminals(is_terminal, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
     print_output(f"label,score\n{CLEAR},0.5\n-1,-0.5\n")
     label = "\\x1b[2J" if is_terminal else CLEAR
     assert capsys.readouterr().out == f"label,score\n{label},0.5\n-1,-0.5\n"
 
 
-def test_output_that_standard_output_loses_is_an_error(monkeypatch, cli, tmp_path):
+def test_output_lost_by_standard_output_is_an_error(monkeypatch, cli, tmp_path):
     """Also if the disk takes a part of it."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with open("/dev/full", "wb", buffering=0) as full, open(tmp_path / "part", "wb", buffering=0) as part:
@@ -148,7 +148,7 @@ def test_output_that_standard_output_loses_is_an_error(monkeypatch, cli, tmp_pat
     assert (status, out) == (2, "") and err[0].startswith("error: standard output: is closed")
 
 
-def test_readers_of_standard_output_may_stop_early(monkeypatch):
+def test_a_reader_of_standard_output_may_stop_early(monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     gone = os.fdopen(writer, "w")
@@ -160,6 +160,6 @@ def test_readers_of_standard_output_may_stop_early(monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["x" * 5000, "\x00" * 1400, "\x1b[2J" * 1000])
-def test_a_line_is_bounded_as_it_is_shown(text):
+def test_a_shown_line_is_bounded(text):
     line = shown_line(text)
     assert line.isprintable() and len(line) <= MOST_OF_LINE

@@ -101,7 +101,7 @@ def outcome_of(seed, originals, run_in, folder):
     return forwards if status == 0 else None
 
 
-def test_undamaged_directories_go_on_from_the_newest(originals, run_in):
+def test_undamaged_directories_resume_from_the_newest_checkpoint(originals, run_in):
     """What the others rely on."""
     finished, killed = originals
     assert run_in(finished)[::2] == (0, 0)
@@ -131,7 +131,7 @@ def test_500_damaged_directories(originals, run_in, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["the newest checkpoint", "manifest.json", "state.json", "config.json", "memory.json"])
-def test_a_disk_that_does_not_give_a_file_back(name, originals, run_in, monkeypatch, tmp_path):
+def test_a_disk_that_loses_a_file(name, originals, run_in, monkeypatch, tmp_path):
     """EIO, for which the memory of this process stands, whose first page nobody may read: nothing is decided by it."""
     monkeypatch.setattr("trainer.common.files.READ_AGAIN_AFTER_S", (0, 0))
     finished, killed = originals
@@ -177,9 +177,7 @@ def failing_reads(monkeypatch):
 
 
 @pytest.mark.parametrize(("num_failures", "status"), [(1, 0), (1000, 2)])
-def test_an_error_of_reading_the_best_weights_does_not_have_others_scored(
-    num_failures, status, originals, run_in, failing_reads
-):
+def test_no_other_weights_are_scored_if_the_best_are_unreadable(num_failures, status, originals, run_in, failing_reads):
     """After the last epoch: one is tried again, and where that does not help, the same command scores them later."""
     finished, killed = originals
     (killed / "last.pth").unlink()  # of which the best one is a link at that moment, or not
@@ -195,7 +193,7 @@ def test_an_error_of_reading_the_best_weights_does_not_have_others_scored(
         assert results_of(killed)[name] == results_of(finished)[name]
 
 
-def test_results_say_that_other_weights_than_the_best_were_scored(originals, run_in, monkeypatch):
+def test_results_say_if_other_weights_than_the_best_were_scored(originals, run_in, monkeypatch):
     """Until the file of the best ones is whole again: the same command then scores them."""
     finished, _ = originals
     before = results_of(finished)

@@ -11,7 +11,7 @@ from tests.faults.watched import RECIPE, assert_durable_order, killed_at, named_
 # --- the order of operations -------------------------------------------------------------------------------------
 
 
-def test_contents_are_on_the_disk_before_their_names_and_the_new_before_the_old_goes(fresh, resumed):
+def test_files_are_synced_before_renames_and_old_files_deleted_last(fresh, resumed):
     for watched in (fresh, resumed):
         kinds = {op.kind for op in watched.operations}
         assert kinds == {"open", "write", "fsync", "rename", "link", "unlink", "sync directory", "saved"}
@@ -32,13 +32,13 @@ NAMED = (
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_killed_at_a_named_point_of_a_save(name, fresh, tmp_path, forked):
+def test_a_kill_at_each_point_of_a_save(name, fresh, tmp_path, forked):
     life = killed_at(tmp_path, named_points(fresh.operations)[name], forked)
     assert_as_unbroken(life, fresh.life, same_bits=True)
 
 
 @pytest.mark.slow
-def test_killed_before_every_operation_of_a_life(fresh, tmp_path, forked):
+def test_kills_before_every_disk_operation(fresh, tmp_path, forked):
     points = kill_points(fresh.operations)
     for i, point in enumerate(points):
         assert_as_unbroken(killed_at(tmp_path / str(i), point, forked), fresh.life, same_bits=True)
@@ -49,7 +49,7 @@ def test_killed_before_every_operation_of_a_life(fresh, tmp_path, forked):
 
 
 @pytest.mark.parametrize("num_times", [12, pytest.param(300, marks=pytest.mark.slow)])
-def test_without_power_at_any_moment(num_times, fresh, resumed, tmp_path, forked):
+def test_a_power_failure_at_any_moment(num_times, fresh, resumed, tmp_path, forked):
     draw = random.Random(FIRST_SEED)
     for i in range(num_times):
         restarted_without_power(tmp_path / str(i), (fresh, resumed)[i % 2], draw, fresh.life, forked)

@@ -66,7 +66,7 @@ def test_the_last_save_must_succeed_and_the_others_need_not(world_size, limited,
     assert not (tmp_path / "results.json").exists()
 
 
-def test_space_freed_in_time_loses_nothing(limited, tmp_path, signals_restored):
+def test_freeing_disk_space_in_time_loses_nothing(limited, tmp_path, signals_restored):
     """Even the best weights, which came while there was no room, are there at the end."""
     (tmp_path / "freed.py").write_text(FREED_AFTER.format(epoch=2))
     done = limited("--task", f"{tmp_path}/freed.py:Freed", *WIDE, "--save-dir", tmp_path / "full")

@@ -212,19 +212,19 @@ def assert_killed_and_back(run: Job, killed: int, unbroken: Life, world_size: in
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_started_again(job, unbroken):
+def test_a_killed_process_is_restarted(job, unbroken):
     """It goes on where it was, although there is `--fresh` in its command line."""
     assert_killed_and_back(job(HARD, "--delay-s", 0.005, "--fresh"), 0, unbroken(HARD, 1), 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1])
-def test_a_killed_rank_brings_the_run_back(killed, job, unbroken):
+def test_a_killed_rank_restarts_the_run(killed, job, unbroken):
     assert_killed_and_back(job(HARD, "--delay-s", 0.02, "--fresh"), killed, unbroken(HARD, 2), 2)
 
 
 @pytest.mark.slow
-def test_a_refusal_is_tried_again_in_vain_and_without_harm(job, tmp_path):
+def test_repeating_a_refused_command_changes_nothing(job, tmp_path):
     """torchrun cannot tell it from a crash."""
     task = tmp_path / "refuses.py"
     task.write_text(REFUSES)
@@ -261,7 +261,7 @@ def test_a_signal_to_torchrun_saves(number, options, job, unbroken):
 
 
 @pytest.mark.slow
-def test_torchrun_dies_of_a_signal_that_it_was_not_told_of(job, unbroken):
+def test_torchrun_dies_of_an_unhandled_signal(job, unbroken):
     """Its processes do not notice, and train to the end."""
     run = job(HARD, "--delay-s", 0.02)
     node = run.start_node("--standalone", "--nproc_per_node=2")
@@ -300,7 +300,7 @@ def start_nodes(run: Job, addresses, *options, minimum=1, maximum=2, port=None, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_node_leaves_the_rest_to_go_on(lost, unbroken, job):
+def test_the_other_nodes_continue_after_a_node_is_lost(lost, unbroken, job):
     run = job(DOUBLE, "--delay-s", 0.02)
     hosts = ("here", "there") if can_rename_hosts() else (None, None)
     start_nodes(run, ["127.0.0.2", "127.0.0.1" if lost == 0 else "127.0.0.3"], host_names=hosts)
@@ -317,7 +317,7 @@ def test_a_lost_node_leaves_the_rest_to_go_on(lost, unbroken, job):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_node_that_joins_is_taken_in(rank, unbroken, job):
+def test_a_node_may_join_later(rank, unbroken, job):
     run = job(DOUBLE, "--delay-s", 0.04, "--fresh")
     port = free_port()
     start_nodes(run, ["127.0.0.2"], port=port)

@@ -21,7 +21,7 @@ ARGV = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_nothing_grows_with_the_steps(world_size, environment, tmp_path, monkeypatch):
+def test_memory_and_open_files_do_not_grow_with_steps(world_size, environment, tmp_path, monkeypatch):
     monkeypatch.setattr("tests.faults.job.GIVE_UP_S", 1800)
     measured = tmp_path / "measured"
     measured.mkdir()

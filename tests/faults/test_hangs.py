@@ -49,14 +49,14 @@ UNCOMPARED = ["--lockstep-every", 0]  # of ranks whose gradients are not exchang
         pytest.param(3, "forward", "forward at optimizer step 3", FSDP, 1, marks=slow),
     ],
 )
-def test_an_exception_is_told_once(world_size, where, phase, more, tracebacks, faulty_run):
+def test_an_exception_is_reported_once(world_size, where, phase, more, tracebacks, faulty_run):
     """That of a data-loading process holds the traceback of that process as well."""
     run = faulty_run(f"raise {where} 1", world_size=world_size, more=more)
     assert_one_message(run, f"rank 1 of {world_size} failed in {phase}: ValueError: the sky fell", tracebacks)
     assert_failed(run)
 
 
-def test_an_exception_with_a_thread_left_in_cpp(environment, tmp_path):
+def test_an_exception_while_a_thread_is_stuck_in_cpp(environment, tmp_path):
     """Which would abort the process when it came back while the interpreter is being finalised."""
     command = [sys.executable, "main.py", *map(str, TINY[:-4]), "--save-dir", str(tmp_path / "run")]
     fault = {"LOCKSTEP_FAULT": "linger forward 0"}
@@ -74,7 +74,7 @@ def test_an_exception_with_a_thread_left_in_cpp(environment, tmp_path):
         ("workers forward 1", [75, 1], "failed", "rank 1 of 2 lost data-loading worker"),
     ],
 )
-def test_whatever_the_task_raises_on_one_rank_ends_all(fault, statuses, state, told, environment, tmp_path):
+def test_an_exception_of_the_task_on_one_rank_ends_all_ranks(fault, statuses, state, told, environment, tmp_path):
     """What is no Exception too: the steps so far are saved, and it is told once."""
     argv = ["--multi-gpu", "ddp", *TINY[:-4], "--save-dir", tmp_path / "run"]
     argv += ["--num-workers", 1] * fault.startswith("workers")
@@ -89,7 +89,7 @@ def test_whatever_the_task_raises_on_one_rank_ends_all(fault, statuses, state, t
 
 
 @slow
-def test_an_exception_of_the_main_process(faulty_run):
+def test_an_exception_of_rank_0(faulty_run):
     run = faulty_run("raise forward 0", world_size=3)
     assert_one_message(run, "rank 0 of 3 failed in forward at optimizer step 3: ValueError: the sky fell", 1)
     assert_failed(run)
@@ -97,7 +97,7 @@ def test_an_exception_of_the_main_process(faulty_run):
 
 @slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_bad_input_of_one_rank_is_told_once(rank, faulty_run):
+def test_bad_input_of_one_rank_is_reported_once(rank, faulty_run):
     run = faulty_run(f"refuse forward {rank}", more=("--save-every-steps", 0))
     assert_one_message(run, "the data ran away")
     assert run.status == 2 and "The state after optimizer step 2 is saved" in run.out
@@ -105,7 +105,7 @@ def test_bad_input_of_one_rank_is_told_once(rank, faulty_run):
 
 
 @slow
-def test_bad_input_is_told_though_the_main_process_is_stuck(faulty_run):
+def test_bad_input_is_reported_although_rank_0_is_stuck(faulty_run):
     """As behind an exchange on its device, which the other one does not join."""
     run = faulty_run("sleep forward 0,refuse forward 1")
     assert_one_message(run, "the data ran away")
@@ -114,7 +114,7 @@ def test_bad_input_is_told_though_the_main_process_is_stuck(faulty_run):
 
 
 @slow
-def test_a_rank_that_leaves_at_once_as_asked(faulty_run):
+def test_a_rank_that_exits_at_once_on_request(faulty_run):
     """As by a second Ctrl-C, which needs no explanation."""
     run = faulty_run("leave forward 1")
     assert (run.errors, run.out.count(TRACEBACK), run.left, run.leaked) == ([], 0, [], set())
@@ -203,7 +203,7 @@ def let_the_device_wait(meets):
     return lambda: None
 
 
-def test_a_late_rank_is_missed_before_the_device_is_waited_for(environment, tmp_path):
+def test_a_late_rank_is_reported_before_the_host_waits_for_the_device(environment, tmp_path):
     argv = ["--multi-gpu", "ddp", *TINY, *UNCOMPARED, "--log-interval", 1, "--save-dir", tmp_path / "run"]
     argv += ["--dist-timeout-s", 4]
     variables = environment | NO_GPU | {"LOCKSTEP_FAULT": "sleep forward 1"}
@@ -214,7 +214,7 @@ def test_a_late_rank_is_missed_before_the_device_is_waited_for(environment, tmp_
 
 
 @slow
-def test_a_rank_that_dies_while_the_device_is_waited_for_is_named(environment, tmp_path):
+def test_a_rank_that_dies_while_others_wait_for_the_device_is_named(environment, tmp_path):
     argv = ["--multi-gpu", "ddp", *TINY, *UNCOMPARED, "--log-interval", 1, "--save-dir", tmp_path / "run"]
     variables = environment | NO_GPU | {"LOCKSTEP_FAULT": "kill forward 1"}
     output = tmp_path / "out"
@@ -250,7 +250,7 @@ def test_under_torchrun(fault, message, faulty_run):
 
 
 @slow
-def test_started_by_hand_the_one_that_keeps_the_store_is_killed(environment, tmp_path):
+def test_the_process_with_the_store_is_killed_in_a_run_started_by_hand(environment, tmp_path):
     """Then what its killers knew is lost with it, and one of the others says so."""
     meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     args = ["main_multi_gpu.py", "--multi-gpu", "ddp", *TINY, "--save-dir", tmp_path / "run"]
@@ -273,7 +273,7 @@ def test_started_by_hand_the_one_that_keeps_the_store_is_killed(environment, tmp
 
 
 @slow
-def test_launcher_that_is_killed_leaves_no_process(environment, tmp_path):
+def test_a_killed_launcher_leaves_no_process(environment, tmp_path):
     args = [*launcher(2), *TINY, "--epochs", 500, "--num-workers", 1, "--save-dir", tmp_path / "run"]
     process = subprocess.Popen(
         [sys.executable, *map(str, args)], cwd=ROOT, env=environment | NO_GPU, stdin=subprocess.DEVNULL,
@@ -316,7 +316,7 @@ def no_answer(number, ago):
     return Heartbeat("forward at optimizer step 7", number, 1.0, time.time() - ago, answers_ping=False)
 
 
-def test_the_ranks_that_have_come_least_far_are_late(diagnosis):
+def test_the_ranks_with_the_least_progress_are_late(diagnosis):
     found = diagnosis.diagnose(WAITED_S, "", {0: answer(9), 1: answer(7, 130.4), 2: answer(9)})
     assert found == (
         "rank 1 of 3 is late: it spent 130 s in forward at optimizer step 7 (process 11 on host); "
@@ -327,7 +327,7 @@ def test_the_ranks_that_have_come_least_far_are_late(diagnosis):
     assert "rank 2 of 3 is late" in both
 
 
-def test_a_silent_rank_is_missing_before_a_late_one(diagnosis):
+def test_a_silent_rank_is_reported_before_a_late_rank(diagnosis):
     found = diagnosis.diagnose(WAITED_S, "", {0: answer(9), 1: answer(7), 2: no_answer(6, ago=125)})
     assert found.startswith(
         "rank 2 of 3 does not respond (process 12 on host), last seen 125 s ago in forward at optimizer step 7; "
@@ -340,13 +340,13 @@ def test_a_rank_that_never_sent_a_heartbeat_is_missing(diagnosis):
     assert found.startswith("rank 2 of 3 does not respond (process 12 on host); rank 0 waited 120 s for it in ")
 
 
-def test_no_rank_is_missing_when_all_are_alive_and_equally_far(diagnosis):
+def test_no_rank_is_reported_if_all_are_alive_and_equally_far(diagnosis):
     for waited_s, error in ((WAITED_S, "timed out"), (BROKEN, "RuntimeError: closed by peer")):
         said = diagnosis.diagnose(waited_s, error, dict.fromkeys(range(3), answer(9)))
         assert said.endswith(f"in backward at optimizer step 7, although all ranks are alive: {error}")
 
 
-def test_the_rank_that_waited_is_not_late_itself(diagnosis):
+def test_a_rank_that_waited_is_not_reported_as_late(diagnosis):
     said = diagnosis.diagnose(WAITED_S, "timed out", {0: answer(7), 1: answer(9), 2: answer(7)})
     assert said == (
         "rank 0 of 3 timed out in backward at optimizer step 7, although all ranks are alive, "
@@ -354,12 +354,12 @@ def test_the_rank_that_waited_is_not_late_itself(diagnosis):
     )
 
 
-def test_without_the_store_its_keeper_is_missing(diagnosis):
+def test_a_lost_store_is_reported_as_its_rank(diagnosis):
     assert diagnosis.diagnose_lost_store(BROKEN).startswith("rank 0 of 3 is gone (process 10 on host), so the ")
     assert "does not respond" in diagnosis.diagnose_lost_store(WAITED_S)
 
 
-def test_a_job_without_checkpoints_is_not_said_to_go_on(diagnosis):
+def test_a_job_without_checkpoints_is_not_said_to_resume(diagnosis):
     diagnosis.has_checkpoints = False
     for said in (
         diagnosis.diagnose(BROKEN, "", {0: answer(9), 1: answer(9)}),
@@ -368,7 +368,7 @@ def test_a_job_without_checkpoints_is_not_said_to_go_on(diagnosis):
         assert "is gone" in said and "checkpoint" not in said
 
 
-def test_a_process_that_hangs_for_ever_loses_its_data_loading_processes(tmp_path):
+def test_data_loading_processes_of_a_hanging_process_are_ended(tmp_path):
     """The kernel sees to it, as torch would not before the next batch."""
     script = f"""
 import os, sys, time

@@ -30,7 +30,7 @@ def start():
         monitor.close()
 
 
-def test_the_first_report_of_an_end_is_that_of_all(start):
+def test_the_first_report_of_an_exit_reaches_all(start):
     store = HashStore()
     monitors = [start(store, rank) for rank in range(2)]
     first, is_own = monitors[1].report_end(lambda: Failure("the sky fell", 75, {"batch_size": 4}))
@@ -41,7 +41,7 @@ def test_the_first_report_of_an_end_is_that_of_all(start):
         assert not is_own
 
 
-def test_a_ping_is_answered_by_who_is_alive(start, monkeypatch):
+def test_a_live_holder_answers_a_ping(start, monkeypatch):
     monkeypatch.setattr(heartbeat, "ANSWER_WITHIN_S", 1.5)
     store, activity = HashStore(), CurrentActivity()
     asking = start(store, 0, world_size=3)
@@ -58,7 +58,7 @@ def test_a_ping_is_answered_by_who_is_alive(start, monkeypatch):
     assert found[1].activity == "start-up"
 
 
-def test_a_store_that_does_not_answer_is_not_waited_for_for_ever(start, monkeypatch):
+def test_waiting_for_a_silent_store_ends(start, monkeypatch):
     class Silent(HashStore):
         def add(self, key, amount):
             time.sleep(2)
@@ -69,7 +69,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for_for_ever(start, monkeypa
 
 @needs_descriptors
 @pytest.mark.parametrize("told_by", [None, "closed 1", heartbeat.END_REPORT])
-def test_a_neighbour_that_ends_without_a_word_is_missed(told_by, start, monkeypatch):
+def test_a_neighbour_that_dies_silently_is_noticed(told_by, start, monkeypatch):
     monkeypatch.setattr(heartbeat, "LEAVE_WITHIN_S", 0.6)
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     store, losses = HashStore(), []
@@ -101,13 +101,13 @@ def neighbours(sleeper):
 
 
 @needs_descriptors
-def test_one_that_lives_is_not_gone(neighbours):
+def test_a_live_process_is_not_reported_as_gone(neighbours):
     assert not neighbours.is_gone(3)
     assert not neighbours.await_end(3, 0.05)
 
 
 @needs_descriptors
-def test_one_that_is_stopped_can_be_ended(neighbours, sleeper):
+def test_a_stopped_process_can_be_ended(neighbours, sleeper):
     sleeper.send_signal(signal.SIGSTOP)
     assert not neighbours.is_gone(3)
     neighbours.end(3)
@@ -116,7 +116,7 @@ def test_one_that_is_stopped_can_be_ended(neighbours, sleeper):
 
 
 @needs_descriptors
-def test_its_number_may_be_taken_by_another_one(neighbours, sleeper):
+def test_a_reused_process_id_is_neither_mistaken_nor_ended(neighbours, sleeper):
     """Which is then neither taken for it nor ended."""
     sleeper.kill()
     sleeper.wait()
@@ -125,19 +125,19 @@ def test_its_number_may_be_taken_by_another_one(neighbours, sleeper):
 
 
 @needs_descriptors
-def test_of_others_nothing_is_known(neighbours):
+def test_activity_of_other_hosts_is_unknown(neighbours):
     neighbours.end(0)
     assert not neighbours.is_gone(0)
 
 
 @needs_descriptors
-def test_one_that_has_ended_before_is_no_neighbour(sleeper):
+def test_a_process_that_has_ended_is_not_a_neighbour(sleeper):
     sleeper.kill()
     sleeper.wait()
     assert not Neighbours({0: sleeper.pid}).is_gone(0)
 
 
-def test_processes_of_one_namespace_share_a_space():
+def test_processes_of_one_pid_namespace_see_each_other():
     code = "from trainer.failure.heartbeat import process_space; print(process_space())"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == process_space()

@@ -36,20 +36,20 @@ def test_killed_at_random(worlds, tmp_path, forked, unbroken):
 
 
 @pytest.mark.slow
-def test_a_run_in_steps_killed_at_random(tmp_path, forked, unbroken):
+def test_a_run_limited_in_steps_killed_at_random(tmp_path, forked, unbroken):
     assert live_and_compare(tmp_path, IN_STEPS, forked, [1], FIRST_SEED, unbroken).total() > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_runs_in_steps_killed_at_random(world_size, tmp_path, forked, unbroken):
+def test_runs_limited_in_steps_killed_at_random(world_size, tmp_path, forked, unbroken):
     for seed in range(FIRST_SEED + 1, FIRST_SEED + 6):
         live_and_compare(tmp_path / str(seed), IN_STEPS, forked, [world_size], seed, unbroken)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("worlds", [[2], [3], [1, 2, 3, 1]], ids=str)
-def test_models_in_parts_killed_at_random(worlds, tmp_path, forked_in_parts, unbroken):
+def test_sharded_models_killed_at_random(worlds, tmp_path, forked_in_parts, unbroken):
     recipe = HARD if len(worlds) == 1 else DOUBLE
     in_parts = partial(unbroken_life, tmp_path / "unbroken", start=forked_in_parts)
     known = unbroken if len(worlds) > 1 else lambda recipe, world_size: in_parts(recipe, world_size=world_size)
@@ -79,7 +79,7 @@ def test_killed_at_random_many_times(worlds, tmp_path, forked, unbroken):
 
 
 @pytest.mark.slow
-def test_parts_killed_at_random_end_with_the_same_bits_in_any_world(tmp_path, forked, unbroken):
+def test_runs_with_parts_killed_at_random_end_bit_identically(tmp_path, forked, unbroken):
     """Each start is in a world of its own; the unbroken run is one process."""
 
     def on_one(recipe, _):

@@ -108,7 +108,7 @@ def restarting_torchrun(world_size):
 @pytest.mark.parametrize("start", [launcher, restarting_torchrun])
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize(("place", "rank"), [(place, i % WORLD_SIZE) for i, place in enumerate(PLACES)])
-def test_a_launcher_starts_again(start, how, place, rank, lives, environment, tmp_path):
+def test_a_launcher_restarts_the_run(start, how, place, rank, lives, environment, tmp_path):
     """By itself, but after an exception without torchrun, whose cause may be there again."""
     records, output = tmp_path / "records", tmp_path / "output"
     records.mkdir()
@@ -151,7 +151,7 @@ def test_metrics_say_how_many_samples_they_cover(environment, tmp_path):
 
 
 @pytest.mark.slow
-def test_parameters_in_parts_go_on_from_the_last_checkpoint(environment, tmp_path):
+def test_sharded_parameters_resume_from_the_last_checkpoint(environment, tmp_path):
     life = Life(tmp_path / "run", IN_DOUBLE)
     start = partial(Forks, environment=struck(environment, tmp_path), form="fsdp")
     job = life.attempt(start, WORLD_SIZE)
@@ -161,7 +161,7 @@ def test_parameters_in_parts_go_on_from_the_last_checkpoint(environment, tmp_pat
     assert (life.statuses, life.parts[1].first_step) == ([0] * WORLD_SIZE, STEPS_PER_EPOCH)
 
 
-def test_parameters_in_parts_are_said_to_be_lost(environment, tmp_path):
+def test_lost_shards_of_parameters_are_reported(environment, tmp_path):
     life = Life(tmp_path / "run", IN_DOUBLE)
     job = life.attempt(partial(Forks, environment=struck(environment, tmp_path, rank=1), form="fsdp"), WORLD_SIZE)
     assert life.statuses == [75, -9, 1], job.output
@@ -169,7 +169,7 @@ def test_parameters_in_parts_are_said_to_be_lost(environment, tmp_path):
     assert said in job.output
 
 
-def test_the_state_tells_why(environment, tmp_path):
+def test_state_json_names_the_lost_rank(environment, tmp_path):
     """Also where the main process is the one that was lost."""
     life = Life(tmp_path / "run", STRUCK)
     job = life.attempt(partial(Forks, environment=struck(environment, tmp_path, "kill", "forward", 0)), WORLD_SIZE)

@@ -9,7 +9,7 @@ from tests.faults.lives import IN_STEPS, Life, assert_as_unbroken
 
 
 @pytest.mark.slow
-def test_two_processes_pause_together_and_go_on(tmp_path, forked, unbroken):
+def test_two_processes_pause_together_and_resume(tmp_path, forked, unbroken):
     life = Life(tmp_path / "run", replace(IN_STEPS, argv=(*IN_STEPS.argv, "--max-minutes", 0.002)))
     job = life.attempt(forked, 2)
     assert life.statuses == [0, 0], job.output

@@ -19,7 +19,7 @@ from tests.faults.watched import RECIPE, assert_durable_order, killed_at, named_
         ("best_not_restored", "/best/epoch"),
     ],
 )
-def test_what_a_resume_forgets_is_found_by_a_kill(mutant, difference, fresh, tmp_path, forked):
+def test_a_kill_detects_state_that_a_resume_forgets(mutant, difference, fresh, tmp_path, forked):
     point = named_points(fresh.operations)["after fsync"]
     with pytest.raises(AssertionError, match=difference):
         assert_as_unbroken(killed_at(tmp_path, point, forked, mutant), fresh.life, same_bits=True)
@@ -48,7 +48,7 @@ def test_a_wrong_order_is_found_in_the_recorded_operations(mutant, difference, t
         ("evicted_first", "No intact best checkpoint was found|step . was lost"),
     ],
 )
-def test_what_is_lost_without_power_is_found(mutant, difference, fresh, tmp_path, forked):
+def test_a_power_failure_detects_unsynced_files(mutant, difference, fresh, tmp_path, forked):
     watched = watch(Life(tmp_path / "run", RECIPE), forked, mutant)
     draw = random.Random(0)
     with pytest.raises(AssertionError, match=difference):

@@ -69,7 +69,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_damage_is_read_left_out_or_refused(name, tmp_path, monkeypatch):
+def test_damaged_files_are_read_skipped_or_refused(name, tmp_path, monkeypatch):
     for module in ("data.har.own_recordings", "data.speech.corpus"):  # keeping what is read takes longer than all else
         monkeypatch.setattr(f"{module}.cached_arrays", lambda cache_dir, key, build: build())
     content, count, read = KINDS[name]

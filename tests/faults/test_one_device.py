@@ -34,7 +34,7 @@ class Wrong(Weighted):
 
 
 @pytest.mark.parametrize(("where", "num_steps"), [("forward", 2), ("data", 1), ("evaluation", 12)])
-def test_data_that_are_refused_while_it_trains_cost_no_step(where, num_steps, refused, tmp_path, monkeypatch):
+def test_data_refused_during_training_lose_no_step(where, num_steps, refused, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_FAULT", f"refuse {where} 0")
     refused(["the data ran away"], *RUN, tmp_path / "run")
     assert load(tmp_path / "run" / "last.pth")["step"] == num_steps
@@ -42,7 +42,7 @@ def test_data_that_are_refused_while_it_trains_cost_no_step(where, num_steps, re
 
 
 @pytest.mark.parametrize(("place", "num_steps"), [("forward", 2), ("evaluation", 12)])
-def test_an_exception_costs_no_step(place, num_steps, run_here, tmp_path, monkeypatch):
+def test_an_exception_loses_no_step(place, num_steps, run_here, tmp_path, monkeypatch):
     run_here(*RUN, tmp_path / "whole")
     monkeypatch.setenv("LOCKSTEP_FAULT", f"raise {place} 0")
     out, err = run_here(*RUN, tmp_path / "run", status=1)
@@ -56,7 +56,7 @@ def test_an_exception_costs_no_step(place, num_steps, run_here, tmp_path, monkey
     assert results[0] == results[1]
 
 
-def test_what_is_saved_within_a_step_is_the_whole_state_before_it(run_here, tmp_path, monkeypatch):
+def test_a_save_within_a_step_contains_the_state_before_it(run_here, tmp_path, monkeypatch):
     """Its optimizers, too, have the learning rate of the last step that is done, not of the one that was broken off."""
     run_here(*RUN, tmp_path / "whole", "--save-every-steps", 2, "--keep-checkpoints", 0)
     monkeypatch.setenv("LOCKSTEP_FAULT", "raise forward 0")
@@ -82,7 +82,7 @@ def test_what_is_saved_within_a_step_is_the_whole_state_before_it(run_here, tmp_
         ("generator", "data", 1, "GeneratorExit"),
     ],
 )
-def test_what_is_no_exception_costs_no_step_either(fault, where, num_steps, told, run_here, tmp_path, monkeypatch):
+def test_a_system_exit_loses_no_step(fault, where, num_steps, told, run_here, tmp_path, monkeypatch):
     """As of a framework that cancels its tasks, or of code that was meant for a script."""
     monkeypatch.setenv("LOCKSTEP_FAULT", f"{fault} {where} 0")
     out, err = run_here(*RUN, tmp_path / "run", status=1)
@@ -104,14 +104,14 @@ def test_an_interrupt_of_the_task_is_a_request_to_stop(run_here, tmp_path, monke
 
 
 @pytest.mark.parametrize(("fault", "told"), [("exit", "SystemExit: 7"), ("interrupt", "KeyboardInterrupt")])
-def test_what_ends_a_worker_is_told(fault, told, run_here, tmp_path, monkeypatch):
+def test_the_reason_for_a_workers_end_is_reported(fault, told, run_here, tmp_path, monkeypatch):
     """torch would say that the worker has ended, and nothing of why."""
     monkeypatch.setenv("LOCKSTEP_FAULT", f"{fault} data 0")
     _, err = run_here(*RUN, tmp_path / "run", "--num-workers", 1, status=1)
     assert err.splitlines()[-1].endswith(f": {told}") and err.count("error: ") == 1
 
 
-def test_a_killed_worker_is_a_lost_process(run_here, tmp_path, monkeypatch):
+def test_a_killed_worker_is_reported_as_lost(run_here, tmp_path, monkeypatch):
     """Whoever starts lost ranks again starts this one again."""
     monkeypatch.setenv("LOCKSTEP_FAULT", "workers forward 0")
     monkeypatch.setenv("LOCKSTEP_FAULT_NOTE", str(tmp_path / "note"))
@@ -127,7 +127,7 @@ def test_a_killed_worker_is_a_lost_process(run_here, tmp_path, monkeypatch):
     run_here(*argv)
 
 
-def test_a_connection_that_a_killed_worker_breaks_is_its_loss():
+def test_a_connection_broken_by_a_killed_worker_is_reported_as_its_loss():
     """Breaking comes first, and torch's handler of SIGCHLD would raise while the failure is reported."""
     worker = subprocess.Popen(["sleep", "60"])
     signal_handling._set_worker_pids(id(worker), (worker.pid,))
@@ -145,13 +145,13 @@ class Unprintable(Exception):
         raise RuntimeError
 
 
-def test_an_exception_without_a_message_costs_no_step():
+def test_an_exception_without_a_message_loses_no_step():
     failure = Diagnosis(CurrentActivity(), prints=False).explain(Unprintable())
     assert str(failure).endswith(": Unprintable: its message cannot be shown")
 
 
 @pytest.mark.parametrize("mistake", ["monitor", "summarise"])
-def test_a_mistake_in_metrics_costs_no_step(mistake, run_here, tmp_path, monkeypatch):
+def test_an_error_in_metrics_loses_no_step(mistake, run_here, tmp_path, monkeypatch):
     (tmp_path / f"wrong_{mistake}.py").write_text(WRONG)
     argv = ["--task", f"{tmp_path}/wrong_{mistake}.py:Wrong", *TINY[2:-4], "--save-dir"]
     run_here(*argv, tmp_path / "whole")

@@ -67,7 +67,7 @@ def pipe(tmp_path):
 
 
 @slow
-def test_a_segmentation_fault_is_told_with_its_place(faulty_run):
+def test_a_segmentation_fault_is_reported_with_its_location(faulty_run):
     run = faulty_run("segfault forward 1")
     gone = rf"rank 1 of 2 is gone \({PROCESS}\), last seen \d+ s ago in .+"
     assert_one_message(run, f"{gone}; the same command resumes from the last checkpoint")
@@ -77,7 +77,7 @@ def test_a_segmentation_fault_is_told_with_its_place(faulty_run):
 
 
 @slow
-def test_nothing_is_lost_by_a_segmentation_fault(befallen):
+def test_a_segmentation_fault_loses_no_saved_step(befallen):
     output, (_, status) = befallen("segfault forward 1")
     assert status == -signal.SIGSEGV
     assert len(errors_of(output)) == 1
@@ -85,7 +85,7 @@ def test_nothing_is_lost_by_a_segmentation_fault(befallen):
 
 @slow
 @pytest.mark.parametrize("fault", ["hold", "backtrack", "kernel"])
-def test_an_interpreter_that_is_stuck_is_named_and_ends_itself(fault, befallen, pipe):
+def test_a_stuck_interpreter_is_named_and_exits(fault, befallen, pipe):
     """It says where it was when the other one ends it."""
     output, statuses = befallen(f"{fault} forward 1", "--delay-s", 0.3, LOCKSTEP_PIPE=str(pipe))
     (error,) = errors_of(output)
@@ -96,7 +96,7 @@ def test_an_interpreter_that_is_stuck_is_named_and_ends_itself(fault, befallen, 
 
 
 @slow
-def test_an_error_of_a_gpu_is_told_once(befallen):
+def test_an_error_of_a_gpu_is_reported_once(befallen):
     output, statuses = befallen("gpu forward 1")
     message = "AcceleratorError: CUDA error: device-side assert triggered"
     assert errors_of(output) == [f"error: rank 1 of 2 failed in forward at optimizer step 3: {message}"]
@@ -132,12 +132,12 @@ def assert_survives_failure(base, point, forked, unbroken):
     assert_as_unbroken(life, unbroken(RECIPE, 1), same_bits=True)
 
 
-def test_a_disk_that_fails_in_a_save(forked, fresh, unbroken, tmp_path):
+def test_a_disk_error_during_a_save(forked, fresh, unbroken, tmp_path):
     assert_survives_failure(tmp_path, named_points(fresh.operations)["half-way through it"], forked, unbroken)
 
 
 @slow
-def test_a_disk_that_fails_in_any_operation(forked, fresh, unbroken, tmp_path):
+def test_a_disk_error_in_any_operation(forked, fresh, unbroken, tmp_path):
     # "saved" is a note of the recorder itself.
     points = [point for point in kill_points(fresh.operations) if point.kind != "saved"]
     for number, point in enumerate(points):
@@ -146,7 +146,7 @@ def test_a_disk_that_fails_in_any_operation(forked, fresh, unbroken, tmp_path):
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=slow)])
-def test_the_directory_is_removed_under_a_run(world_size, forked, environment, tmp_path):
+def test_the_directory_is_removed_during_a_run(world_size, forked, environment, tmp_path):
     life = Life(tmp_path / "run", IN_GROUP if world_size > 1 else ALONE)
     gone = environment | {"LOCKSTEP_FAULT": "unlink forward 0", "LOCKSTEP_REMOVED": str(life.directory)}
     job = life.attempt(partial(forked, environment=gone), world_size)
@@ -158,7 +158,7 @@ def test_the_directory_is_removed_under_a_run(world_size, forked, environment, t
     assert not life.directory.exists()
 
 
-def test_a_directory_that_is_gone_is_not_made_again_by_a_survivor(forked, environment, tmp_path):
+def test_a_surviving_rank_does_not_recreate_a_removed_directory(forked, environment, tmp_path):
     """Who would leave a run without most of its files, beside the one that somebody has moved."""
     life = Life(tmp_path / "run", IN_GROUP)
     gone = environment | {"LOCKSTEP_FAULT": "abandon forward 0", "LOCKSTEP_REMOVED": str(life.directory)}
@@ -170,7 +170,7 @@ def test_a_directory_that_is_gone_is_not_made_again_by_a_survivor(forked, enviro
 # --- the clock ---------------------------------------------------------------------------------------------------
 
 
-def test_a_clock_that_goes_back(forked, environment, unbroken, tmp_path):
+def test_a_clock_that_runs_backwards(forked, environment, unbroken, tmp_path):
     """By a day, in the middle of a run."""
     life = Life(tmp_path / "run", ALONE)
     job = life.attempt(partial(forked, environment=environment | {"LOCKSTEP_FAULT": "clock forward 0"}), 1)

@@ -11,7 +11,7 @@ from tests.faults.lives import DOUBLE, HARD, Life, assert_as_unbroken
 WORLDS = (1, 2, 3)
 
 
-def test_all_worlds_learn_the_same(unbroken):
+def test_every_world_size_gives_the_same_weights(unbroken):
     """The step rule and the order of samples, through the command line."""
     one = unbroken(DOUBLE, 1)
     for world_size in WORLDS[1:]:
@@ -32,7 +32,7 @@ def test_every_test_sample_is_scored_once(unbroken):
         assert results["world_size"] == world_size
 
 
-def test_stop_signal_saves_and_the_same_command_goes_on(tmp_path, forked, unbroken):
+def test_a_stop_signal_saves_and_the_same_command_resumes(tmp_path, forked, unbroken):
     life = Life(tmp_path / "run", HARD)
     job = life.attempt(forked, 1, lambda job: job.send(signal.SIGTERM))
     assert life.statuses == [128 + signal.SIGTERM], job.output

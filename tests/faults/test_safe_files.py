@@ -77,7 +77,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
         ["--encoder-path", "{bad}", "--save-dir", "{new}"],
     ],
 )
-def test_a_file_that_is_named(arguments, harm, run_here, tmp_path):
+def test_a_named_file_is_read(arguments, harm, run_here, tmp_path):
     bad = harm(tmp_path / "bad.pth")
     (tmp_path / "metrics.jsonl").touch()
     places = {"bad": bad, "new": tmp_path / "new", "run": tmp_path}
@@ -104,7 +104,7 @@ def test_every_checkpoint_of_a_run_directory(manifest, more, harm, trained, run_
 
 
 @pytest.mark.parametrize("manifest", ["as it was", "made to fit", "missing"])
-def test_the_newest_checkpoint_alone(manifest, harm, trained, run_here):
+def test_only_the_newest_checkpoint(manifest, harm, trained, run_here):
     """The run goes on from the one before."""
     newest = json.loads((trained / "manifest.json").read_text())["checkpoints"][-1]
     state = torch.load(trained / newest["file"], weights_only=True)
@@ -128,7 +128,7 @@ def tell_the_manifest(directory: Path, manifest: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["run/code/beside.py", "beside.py"])
-def test_a_task_that_comes_with_the_run(place, trained, run_here, tmp_path):
+def test_a_task_defined_beside_the_run(place, trained, run_here, tmp_path):
     """A checkpoint names the file of its task, and may name any, also one that came with it."""
     file = trained.parent / place
     file.parent.mkdir(exist_ok=True)
@@ -195,7 +195,7 @@ def nothing_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_interactions_in_an_archive_that_would_write_elsewhere(name, nothing_written, tmp_path):
+def test_interactions_in_an_archive_with_path_traversal(name, nothing_written, tmp_path):
     archive = write_zip(nothing_written / "data.zip", {name: b"user item time\n1 1 1\n1 2 2\n2 1 1\n"})
     assert load_interactions(archive, 1, tmp_path / "cache").num_users == 2
 
@@ -211,7 +211,7 @@ def test_interactions_behind_a_link_in_an_archive(nothing_written, tmp_path):
 
 
 @pytest.mark.parametrize("name", [*OUTSIDE, "train/../../outside.txt"])
-def test_har_in_an_archive_that_would_write_elsewhere(name, nothing_written, tmp_path):
+def test_har_in_an_archive_with_path_traversal(name, nothing_written, tmp_path):
     members = har_members(tmp_path / "cache")
     archive = write_zip(nothing_written / "data.zip", {**members, name: b"outside"})
     assert len(load_uci_har(archive, tmp_path / "cache").labels) == 9
@@ -248,7 +248,7 @@ def assert_modes(folder: Path, umask: int) -> None:
         assert path.stat().st_mode & 0o777 == expected, path
 
 
-def test_every_file_of_a_run_has_the_umask(umask, run_here, tmp_path):
+def test_every_file_of_a_run_respects_the_umask(umask, run_here, tmp_path):
     run_here(*TINY, "--save-every-steps", 1, "--save-dir", tmp_path / "run")
     run_here(*TINY, "--save-dir", tmp_path / "run", "--fresh")
     assert {"lock", "state.json", "best.pth", "previous-1", "logs"} <= {
@@ -257,7 +257,7 @@ def test_every_file_of_a_run_has_the_umask(umask, run_here, tmp_path):
     assert_modes(tmp_path / "run", umask)
 
 
-def test_the_cache_and_predictions_have_the_umask(umask, signals_restored, tmp_path):
+def test_the_cache_and_predictions_respect_the_umask(umask, signals_restored, tmp_path):
     layout, cache = write_layout(tmp_path / "layout"), tmp_path / "cache"
     arguments = [*HAR, "--cache-dir", cache, "--save-dir", tmp_path / "run"]
     train = [*arguments, "--data-dir", layout, "--val-subjects", 1]
@@ -295,7 +295,7 @@ def calls():
                     yield f"{file.relative_to(ROOT)}:{node.lineno}", ast.unparse(node.func), node.keywords
 
 
-def test_every_load_is_a_safe_one():
+def test_every_torch_load_is_safe():
     found = set()
     for place, name, keywords in calls():
         assert name not in UNSAFE, f"{place}: {name}"

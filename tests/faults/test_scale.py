@@ -23,7 +23,7 @@ EXACT = Recipe(
 
 
 @pytest.mark.slow
-def test_many_processes_train_like_one_and_a_kill_leaves_fewer(forked, unbroken, tmp_path):
+def test_many_processes_match_one_and_resume_on_fewer_after_a_kill(forked, unbroken, tmp_path):
     life = Life(tmp_path / "run", EXACT)
 
     def kill_one(job):

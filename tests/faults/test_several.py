@@ -76,7 +76,7 @@ def assert_same_as_by_hand(directory, argv, seed, cli):
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 @pytest.mark.parametrize("launcher", [["main.py"], ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", "2"]])
-def test_killed_parent_leaves_no_process_and_nothing_unsaved(launcher, start, tmp_path):
+def test_a_killed_parent_leaves_no_process_and_a_saved_run(launcher, start, tmp_path):
     argv = [*SLOWLY, "--device", "cpu", "--seeds", 2, "--save-dir", tmp_path]
     parent = start(*launcher, *argv, LOCKSTEP_TEST_MARK=str(tmp_path))
     wait_until(lambda: has_trained(tmp_path / "seed-0"))
@@ -90,7 +90,7 @@ def test_killed_parent_leaves_no_process_and_nothing_unsaved(launcher, start, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_stopped_by_a_signal_all_save_and_the_same_command_goes_on(number, start, command, cli, tmp_path):
+def test_all_ranks_stop_on_a_signal_and_the_same_command_resumes(number, start, command, cli, tmp_path):
     directory = tmp_path / "set"
     argv = [*SLOWLY, "--seeds", 3, "--save-dir", directory]
     parent = start("main.py", *argv)
@@ -164,7 +164,7 @@ class Folded(Weighted):
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes in /proc")
 @pytest.mark.parametrize("killed", ["all", "one run"])
-def test_folds_that_are_killed_go_on(killed, start, command, tmp_path):
+def test_killed_folds_resume(killed, start, command, tmp_path):
     (tmp_path / "folded.py").write_text(FOLDED)
     directory = tmp_path / "set"
     argv = [*SLOWLY, "--task", f"{tmp_path / 'folded.py'}:Folded", "--folds", 2, "--num-test", 1]

@@ -69,7 +69,7 @@ def assert_as_unbroken(directory, environment, folder):
     assert_same_bits(load(folder / "unbroken" / "final.pth"), load(directory / "final.pth"))
 
 
-def test_a_job_reaches_its_time_limit_and_is_queued_again_until_it_is_finished(cluster, environment, tmp_path):
+def test_a_job_at_its_time_limit_is_requeued_until_it_is_finished(cluster, environment, tmp_path):
     job = Submitted(cluster, tmp_path)
     job.wait_for_step(10)
     # So that two minutes are left, from which on the script wants to be told.
@@ -86,7 +86,7 @@ def test_a_job_reaches_its_time_limit_and_is_queued_again_until_it_is_finished(c
     assert_as_unbroken(job.directory, environment, tmp_path)
 
 
-def test_a_job_whose_node_fails_goes_on_at_once(cluster, environment, tmp_path):
+def test_a_job_whose_node_fails_resumes_at_once(cluster, environment, tmp_path):
     job = Submitted(cluster, tmp_path)
     job.wait_for_step(10)
     (node,) = cluster.ask("sinfo", "--noheader", "--format=%n").split()
@@ -99,7 +99,7 @@ def test_a_job_whose_node_fails_goes_on_at_once(cluster, environment, tmp_path):
     assert_as_unbroken(job.directory, environment, tmp_path)
 
 
-def test_a_job_that_is_cancelled_saves(cluster, tmp_path):
+def test_a_cancelled_job_saves(cluster, tmp_path):
     job = Submitted(cluster, tmp_path)
     job.wait_for_step(10)
     cluster.ask("scancel", job.id)

@@ -191,7 +191,7 @@ def test_a_signal_to_one_rank_is_the_status_of_the_group(rank, group, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_hang_up_of_the_launcher_is_passed_on(group, tmp_path):
+def test_a_hangup_of_the_launcher_reaches_its_processes(group, tmp_path):
     process, _, _ = group
     process.send_signal(signal.SIGHUP)
     stopped_once(process, tmp_path)
@@ -213,7 +213,7 @@ def test_folders_of_killed_launchers_are_removed(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_second_ctrl_c_leaves_at_once(world_size, environment, tmp_path):
+def test_a_second_ctrl_c_exits_at_once(world_size, environment, tmp_path):
     """In the middle of a step that would take long."""
     records = tmp_path / "records"
     records.mkdir()

@@ -83,7 +83,7 @@ def test_a_device(run_here, tmp_path):
         assert err.startswith("error: --") and "/dev/zero: " in err, (argv, err)
 
 
-def test_each_reader_of_what_is_to_be_labelled(pipe, tmp_path):
+def test_every_reader_of_new_data(pipe, tmp_path):
     (tmp_path / "x.wav").symlink_to("/dev/zero")
     with pytest.raises(UserError, match=r"x.wav: cannot be read: is a device or a pipe, not a regular file"):
         read_recordings(tmp_path / "x.wav", 8000)
@@ -91,7 +91,7 @@ def test_each_reader_of_what_is_to_be_labelled(pipe, tmp_path):
         read_new_windows(pipe)
 
 
-def test_sound_that_a_manifest_names(tmp_path):
+def test_sound_named_in_a_manifest(tmp_path):
     (tmp_path / "all.jsonl").write_text('{"audio_path": "/dev/zero", "text": "zero"}\n')
     with pytest.raises(UserError, match="is a device or a pipe, not a regular file"):
         load_corpus(tmp_path / "all.jsonl", tmp_path)
@@ -123,7 +123,7 @@ def test_settings_from_the_shell_are_read(run_here, tmp_path):
     assert "epochs = 3" in out
 
 
-def test_a_checkpoint_that_unpacks_to_anything(train, tmp_path):
+def test_a_checkpoint_with_arbitrary_pickles(train, tmp_path):
     train(tmp_path / "run")
     packed, stored = tmp_path / "packed.pth", tmp_path / "stored.pth"
     torch.save(load(tmp_path / "run" / "last.pth"), stored)
@@ -178,7 +178,7 @@ def little_time_and_memory():
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant")
 @pytest.mark.parametrize("kind", HUGE)
-def test_a_checkpoint_that_declares_more_than_it_holds(kind, little_time_and_memory, tmp_path):
+def test_a_checkpoint_that_declares_too_large_tensors(kind, little_time_and_memory, tmp_path):
     """In whatever entry: most are refused, others take no memory."""
     build, number = HUGE[kind]
     huge, refused = build(number), 0
@@ -197,7 +197,7 @@ def test_a_checkpoint_that_declares_more_than_it_holds(kind, little_time_and_mem
     assert refused >= 4
 
 
-def test_a_tensor_without_an_end_by_each_way_in(train, cli, little_time_and_memory, tmp_path):
+def test_a_tensor_of_endless_size_is_refused_by_every_reader(train, cli, little_time_and_memory, tmp_path):
     train(tmp_path / "run")
     state = load(tmp_path / "run" / "last.pth")
     state["model"][next(iter(state["model"]))] = repeated(10**12)
@@ -210,7 +210,7 @@ def test_a_tensor_without_an_end_by_each_way_in(train, cli, little_time_and_memo
     assert cli(*TINY, "--save-dir", tmp_path / "run")[0] == 2
 
 
-def test_views_of_one_tensor_are_no_more_than_their_file(tmp_path):
+def test_many_views_of_one_tensor_need_no_more_memory_than_their_file(tmp_path):
     """As layers that share their weights, and a weight that is the other one transposed."""
     weight = torch.randn(1500, 1500)
     state = {f"layer{number}": weight for number in range(20)} | {
@@ -226,7 +226,7 @@ def test_views_of_one_tensor_are_no_more_than_their_file(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar.gz", "gz in tar.gz", "folder"])
-def test_a_member_that_unpacks_to_too_much(kind, monkeypatch, tmp_path):
+def test_an_archive_member_that_unpacks_to_too_much(kind, monkeypatch, tmp_path):
     monkeypatch.setattr(data.files, "MOST_WHOLE", 1 << 20)
     content = bytes((1 << 20) + 1)
     if kind == "folder":
@@ -252,7 +252,7 @@ def test_sound_in_an_archive_that_unpacks_to_too_much(monkeypatch, tmp_path):
             load_corpus(tmp_path / name, tmp_path, reading=Reading(on_bad="refuse"))
 
 
-def test_an_alphabet_is_no_library(tmp_path):
+def test_an_alphabet_file_is_not_a_library(tmp_path):
     with (tmp_path / "alphabet").open("wb") as file:
         file.truncate(3 << 30)
     with pytest.raises(UserError, match="is larger than 64 MiB"):

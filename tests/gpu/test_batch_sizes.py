@@ -5,7 +5,7 @@ from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 
 
 @on_simulated_gpus(may_wait=True)
-def test_nothing_of_a_size_is_left_when_the_next_is_tried(tmp_path):
+def test_memory_is_freed_between_sizes(tmp_path):
     import gc
 
     from trainer.commands.build import build_task, set_up_torch, start_strategy

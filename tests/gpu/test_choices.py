@@ -69,7 +69,7 @@ def test_the_largest_batch_is_found(tmp_path, cache_dir):
 
 @pytest.mark.slow
 @on_simulated_gpus(2)
-def test_gpus_that_cannot_be_given_out_are_refused(tmp_path, cache_dir):
+def test_unusable_gpu_ids_are_refused(tmp_path, cache_dir):
     more = ["--save-dir", tmp_path / "run"]
     run(cache_dir, *TINY, "--multi-gpu", "dp", "--gpu-ids", "1,1", *more, status=2, several=True)
     assert "--gpu-ids 1,1: names a GPU twice" in GPUS.printed()

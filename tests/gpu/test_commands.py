@@ -20,7 +20,7 @@ QUICK = ["--task", WEIGHTED, "--num-train", 40, "--steps", 2, "--settling-steps"
 
 
 @on_simulated_gpus(2)
-def test_labels_new_data(tmp_path, cache_dir):
+def test_predict_labels_new_data(tmp_path, cache_dir):
     run(cache_dir, *HAR, "--device", "cpu", "--save-dir", tmp_path / "run")
     walk = save_windows(tmp_path / "walk.npy", windows_of_a_walk(cache_dir))
     for device in ("cuda:1", "cpu"):

@@ -18,7 +18,7 @@ WEIGHTED = [
 
 @pytest.mark.parametrize("graphs", ["off", "on"])
 @on_simulated_gpus()
-def test_learns_what_data_on_the_host_teach_to_the_bit(graphs, tmp_path, cache_dir):
+def test_data_on_the_device_train_bit_identically_to_the_host(graphs, tmp_path, cache_dir):
     for place in ("host", "device"):
         flags = ["--cuda-graphs", graphs, "--data-on", place, "--save-dir", tmp_path / place]
         run(cache_dir, *WEIGHTED, *flags)
@@ -28,7 +28,7 @@ def test_learns_what_data_on_the_host_teach_to_the_bit(graphs, tmp_path, cache_d
 
 
 @on_simulated_gpus()
-def test_a_run_goes_on_with_data_elsewhere(tmp_path, cache_dir):
+def test_a_run_resumes_with_moved_data(tmp_path, cache_dir):
     constant = [*WEIGHTED, "--schedule", "constant", "--warmup-steps", 3]
     run(cache_dir, *constant, "--data-on", "host", "--save-dir", tmp_path / "whole")
     for num_epochs, place in ((1, "device"), (2, "host"), (3, "device")):
@@ -44,7 +44,7 @@ def test_a_run_goes_on_with_data_elsewhere(tmp_path, cache_dir):
     ],
 )
 @on_simulated_gpus()
-def test_what_is_varied_on_the_gpu_teaches_what_the_host_varies(task, tmp_path, cache_dir):
+def test_augmentation_on_the_gpu_matches_the_host(task, tmp_path, cache_dir):
     data = ["--data-dir", small_speech.write_digits(tmp_path / "data")] if task[0] == "speech" else []
     plain = ["--max-steps", 3, "--dropout", 0, "--device", "cuda", "--amp", "off", "--optimizer", "sgd"]
     for place in ("host", "device"):
@@ -53,7 +53,7 @@ def test_what_is_varied_on_the_gpu_teaches_what_the_host_varies(task, tmp_path, 
 
 
 @on_simulated_gpus()
-def test_what_takes_too_much_memory_stays_on_the_host(tmp_path, cache_dir, monkeypatch):
+def test_data_that_take_too_much_memory_stay_on_the_host(tmp_path, cache_dir, monkeypatch):
     monkeypatch.setattr(loaders, "LARGEST_SHARE", 1e-9)
     run(cache_dir, *WEIGHTED, "--epochs", 1, "--save-dir", tmp_path / "run")
     assert "Data on the host: they would take more than" in GPUS.printed()
@@ -67,13 +67,13 @@ def test_what_takes_too_much_memory_stays_on_the_host(tmp_path, cache_dir, monke
     ],
 )
 @on_simulated_gpus()
-def test_what_cannot_lie_there_is_refused(name, message, tmp_path, cache_dir):
+def test_data_that_cannot_move_to_the_device_are_refused(name, message, tmp_path, cache_dir):
     settings = [*WEIGHTED, "--task", f"{MOVABLE}:{name}", "--data-on", "device", "--save-dir", tmp_path / "run"]
     run(cache_dir, *settings, status=2)
     assert message in GPUS.printed()
 
 
 @on_simulated_gpus()
-def test_what_can_lie_there_does_beside_what_cannot(tmp_path, cache_dir):
+def test_movable_data_sets_move_beside_others(tmp_path, cache_dir):
     run(cache_dir, *WEIGHTED, "--task", f"{MOVABLE}:HalfMovable", "--epochs", 1, "--save-dir", tmp_path / "run")
     assert "Data on cuda:0: train, test, " in GPUS.printed()

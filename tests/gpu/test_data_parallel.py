@@ -16,7 +16,7 @@ DP = ["--multi-gpu", "dp"]
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @on_simulated_gpus(3)
-def test_learns_what_the_cpu_learns(case, tmp_path, cache_dir):
+def test_matches_the_cpu(case, tmp_path, cache_dir):
     more = [*EXACT, "--global-batch-size", 12, *case]
     tiny(cache_dir, tmp_path / "dp", *DP, *more, several=True)
     assert "DataParallel on cuda:" in GPUS.printed()
@@ -27,7 +27,7 @@ def test_learns_what_the_cpu_learns(case, tmp_path, cache_dir):
 
 @pytest.mark.slow
 @on_simulated_gpus(3)
-def test_precisions(tmp_path, cache_dir):
+def test_supported_precisions(tmp_path, cache_dir):
     for amp in ("bf16", "fp16"):
         tiny(cache_dir, tmp_path / amp, *DP, "--amp", amp, "--batch-size", 3, several=True)
         assert f"float32 with {amp} autocast" in GPUS.printed()
@@ -35,7 +35,7 @@ def test_precisions(tmp_path, cache_dir):
 
 @pytest.mark.slow
 @on_simulated_gpus(3)
-def test_a_step_that_is_not_finite_ends_training(tmp_path, cache_dir):
+def test_a_nonfinite_step_ends_training(tmp_path, cache_dir):
     run(cache_dir, *DP, *BAD_FIRST_EPOCH, "--num-train", 24, "--batch-size", 3, "--save-dir", tmp_path, status=2,
         several=True)  # fmt: skip
     assert "the loss is not finite" in GPUS.printed()
@@ -51,7 +51,7 @@ def test_outputs_per_sample(tmp_path, cache_dir):
 
 
 @on_simulated_gpus(3)
-def test_memory_of_one_is_too_small(tmp_path, cache_dir):
+def test_one_sample_that_does_not_fit_is_reported(tmp_path, cache_dir):
     GPUS.limit_memory(ROOM // 3, device=2)
     tiny(cache_dir, tmp_path / "dp", *DP, *WIDE, "--batch-size", 16, several=True)
     assert "16 samples per forward pass do not fit into memory: training with " in GPUS.printed()

@@ -4,7 +4,7 @@ from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 
 
 @on_simulated_gpus(2)
-def test_replicas_wait_for_no_gpu_to_look_at_them(tmp_path):
+def test_checking_replicas_does_not_wait_for_a_gpu(tmp_path):
     import torch
 
     from tasks.har import HarFlags, HarTask

@@ -60,14 +60,14 @@ def learns_the_same(tmp_path, cache_dir, *argv, **options):
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @on_simulated_gpus()
-def test_learns_the_same_to_the_bit(settings, tmp_path, cache_dir):
+def test_graphs_train_bit_identically(settings, tmp_path, cache_dir):
     learns_the_same(tmp_path, cache_dir, *settings)
     assert GPUS.num_replays > 5
     assert set(told()) <= {OWN_STEP, OWN_STEP.replace("ClampedObjective", "Following")}
 
 
 @on_simulated_gpus(may_wait=True)
-def test_an_optimizer_of_the_task_is_launched(tmp_path, cache_dir):
+def test_a_tasks_optimizer_runs_eagerly(tmp_path, cache_dir):
     """It makes the host wait, and forward and backward are recorded, also where that shows only in a recording."""
     learns_the_same(tmp_path / "known", cache_dir, *own("OwnOptimizer"))
     num_replays = GPUS.num_replays
@@ -102,7 +102,7 @@ SLOW = {"HookedLater", "CountingTask", "FromHostTask", "RefusingTask", "OwnRows"
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in OBSTACLES])
 @on_simulated_gpus(may_wait=True)
-def test_what_cannot_be_recorded_is_launched(name, tmp_path, cache_dir):
+def test_steps_that_cannot_be_captured_run_eagerly(name, tmp_path, cache_dir):
     learns_the_same(tmp_path, cache_dir, *own(name))
     assert {line for line in told() if "CUDA graphs: updates run" not in line} == {OBSTACLES[name]}
     torch.cuda.empty_cache()  # torch refuses it as long as it takes a recording for one under way
@@ -115,7 +115,7 @@ def told():
 
 
 @on_simulated_gpus()
-def test_a_number_that_a_recording_has_frozen_is_found(tmp_path, cache_dir):
+def test_a_number_frozen_by_a_capture_is_detected(tmp_path, cache_dir):
     run(cache_dir, "--task", f"{HELPERS / 'recorded_task.py'}:CountingElsewhereTask", "--device", "cuda", *GRAPHS,
         "--save-dir", tmp_path)  # fmt: skip
     (line,) = told()
@@ -123,7 +123,7 @@ def test_a_number_that_a_recording_has_frozen_is_found(tmp_path, cache_dir):
 
 
 @on_simulated_gpus()
-def test_an_epoch_begins_with_one_comparison(tmp_path, cache_dir):
+def test_each_epoch_starts_with_one_comparison(tmp_path, cache_dir):
     """Each of its four steps has a signature for the first three samples of a window, and one for the others."""
     launched_and_compared, compared = GraphedLearner._launched_and_compared, []
 
@@ -139,14 +139,14 @@ def test_an_epoch_begins_with_one_comparison(tmp_path, cache_dir):
 
 
 @on_simulated_gpus()
-def test_what_an_epoch_changes_elsewhere_is_found_at_its_start(tmp_path, cache_dir):
+def test_python_state_changed_between_epochs_is_detected_at_the_epochs_start(tmp_path, cache_dir):
     learns_the_same(tmp_path, cache_dir, "--task", f"{HELPERS / 'recorded_task.py'}:ChangingElsewhere", "--epochs", 6)
     (line,) = told()
     assert "run without a graph: replays of a graph did not reproduce" in line and GPUS.num_replays > 5
 
 
 @on_simulated_gpus()
-def test_a_tensor_that_is_kept_elsewhere_is_found(tmp_path, cache_dir):
+def test_a_tensor_kept_outside_the_graph_is_detected(tmp_path, cache_dir):
     run(cache_dir, "--task", f"{HELPERS / 'recorded_task.py'}:KeepingElsewhereTask", "--device", "cuda", *GRAPHS,
         "--save-dir", tmp_path)  # fmt: skip
     lines = [line for line in told() if "the captured code keeps a tensor of shape (8, 8)" in line]
@@ -154,7 +154,7 @@ def test_a_tensor_that_is_kept_elsewhere_is_found(tmp_path, cache_dir):
 
 
 @on_simulated_gpus()
-def test_goes_on_from_launched_steps_and_back(tmp_path, cache_dir):
+def test_resumes_from_eager_steps_with_graphs_and_back(tmp_path, cache_dir):
     """In the middle of epochs of three steps."""
     more = [*TINY[:2], *TINY[4:], "--device", "cuda", "--ema-decay", 0.9, "--dropout", 0.2, "--deterministic",
             "--schedule", "constant", "--warmup-epochs", 0]  # fmt: skip
@@ -167,7 +167,7 @@ def test_goes_on_from_launched_steps_and_back(tmp_path, cache_dir):
 
 
 @on_simulated_gpus()
-def test_evaluations_are_recorded(tmp_path, cache_dir):
+def test_evaluations_are_captured(tmp_path, cache_dir):
     """Sums, and outputs per sample; the weights are an average."""
     task = ["--task", f"{HELPERS / 'scored_task.py'}:Scored", "--eval-batch-size", 2, "--ema-decay", 0.9]
     learns_the_same(tmp_path, cache_dir, *task, "--epochs", 2)
@@ -178,7 +178,7 @@ def test_evaluations_are_recorded(tmp_path, cache_dir):
 
 
 @on_simulated_gpus(2)
-def test_ranks_learn_the_same_to_the_bit(tmp_path, cache_dir):
+def test_ranks_train_bit_identically(tmp_path, cache_dir):
     for name, more in (("launched", []), ("recorded", GRAPHS)):
         (tmp_path / name).mkdir()
         run_on_ranks(tmp_path / name, cache_dir, *PIECES, "--num-threads", 1, *more)
@@ -186,7 +186,7 @@ def test_ranks_learn_the_same_to_the_bit(tmp_path, cache_dir):
 
 
 @on_simulated_gpus(2)
-def test_a_rank_that_launches_alone_is_named(tmp_path, cache_dir):
+def test_a_rank_that_alone_runs_eagerly_is_named(tmp_path, cache_dir):
     recorded = GraphedLearner._recorded
 
     def failing(self, *arguments):
@@ -221,7 +221,7 @@ def lack_memory_in(name, after=Packed.after):
 
 @pytest.mark.parametrize("name", ["evaluation", "step", "update"])
 @on_simulated_gpus()
-def test_a_lack_of_memory_ends_recordings_first(name, tmp_path, cache_dir):
+def test_out_of_memory_drops_graphs_first(name, tmp_path, cache_dir):
     """Each step is trained on once."""
     lack_memory_in(name)
     learns_the_same(tmp_path, cache_dir, *LONGER, "--amp", "fp16")
@@ -229,7 +229,7 @@ def test_a_lack_of_memory_ends_recordings_first(name, tmp_path, cache_dir):
 
 
 @on_simulated_gpus(2)
-def test_a_rank_that_lacks_memory_goes_on_alone(tmp_path, cache_dir):
+def test_a_rank_out_of_memory_continues_alone(tmp_path, cache_dir):
     lack_memory_in("step")
     argv = [*LONGER, *POISONED, "--on-nonfinite", "skip", "--batch-norm", "--batch-size", 4, "--global-batch-size", 8]
     for name, more in (("launched", []), ("recorded", GRAPHS)):
@@ -240,7 +240,7 @@ def test_a_rank_that_lacks_memory_goes_on_alone(tmp_path, cache_dir):
 
 
 @on_simulated_gpus()
-def test_a_capture_that_an_exception_ends_keeps_no_memory():
+def test_a_capture_that_raises_frees_its_memory():
     recorder = Recorder(torch.device("cuda", 0))
     torch.ones(1, device="cuda")
     before = GPUS.memory_in_use()
@@ -258,7 +258,7 @@ def test_a_capture_that_an_exception_ends_keeps_no_memory():
 
 @pytest.mark.slow
 @on_simulated_gpus(may_wait=True)
-def test_a_lack_of_memory_in_a_recording_leaves_no_trace(tmp_path, cache_dir):
+def test_out_of_memory_in_a_capture_leaves_no_trace(tmp_path, cache_dir):
     for method in ("_moment", "_recorded", "_named", "_recorded_update"):
         function = getattr(GraphedLearner, method)
 
@@ -277,7 +277,7 @@ def test_a_lack_of_memory_in_a_recording_leaves_no_trace(tmp_path, cache_dir):
 
 @pytest.mark.slow
 @on_simulated_gpus()
-def test_compiled_code_is_recorded(tmp_path, cache_dir):
+def test_compiled_code_is_captured(tmp_path, cache_dir):
     in_capture = []
 
     def backend(module, inputs):
@@ -294,14 +294,14 @@ def test_compiled_code_is_recorded(tmp_path, cache_dir):
 
 
 @on_simulated_gpus()
-def test_recordings_do_not_displace_each_other(tmp_path, cache_dir):
+def test_alternating_captures_do_not_evict_each_other(tmp_path, cache_dir):
     graphs.MOST_GRAPHS = 2
     learns_the_same(tmp_path, cache_dir, "--task", f"{HELPERS / 'ragged_task.py'}:Ragged", "--epochs", 4,
                     "--batch-size", 4)  # fmt: skip
     assert GPUS.num_captures < 15 and GPUS.num_replays > 30
 
 
-def test_values_are_compared_up_to_an_open_order_of_summation():
+def test_values_are_compared_up_to_the_order_of_summation():
     """Two replays tell how open it is; what a launch takes from the host does not come out differently there."""
     value, nan = torch.tensor([1.0, -2.0]), torch.tensor([torch.nan, torch.inf])
 

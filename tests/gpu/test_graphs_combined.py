@@ -23,7 +23,7 @@ CUDA = ["--device", "cuda", "--deterministic", "--ema-decay", 0.9]
 
 
 @on_simulated_gpus()
-def test_runs_of_several_seeds(tmp_path, cache_dir):
+def test_runs_with_several_seeds(tmp_path, cache_dir):
     """Each in a process of its own, which here has the simulated GPUs of this one."""
     record, get_context, note = Recorder.record, multiprocessing.get_context, tmp_path / "note"
 
@@ -42,7 +42,7 @@ def test_runs_of_several_seeds(tmp_path, cache_dir):
 
 
 @on_simulated_gpus()
-def test_pauses_when_the_time_is_up_and_goes_on(tmp_path, cache_dir):
+def test_a_run_pauses_at_its_time_limit_and_resumes(tmp_path, cache_dir):
     """In the middle of epochs of three steps, each of which takes a minute."""
     clock, advance = SimpleNamespace(now=0.0), Progress.advance
 
@@ -64,7 +64,7 @@ def test_pauses_when_the_time_is_up_and_goes_on(tmp_path, cache_dir):
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 @on_simulated_gpus()
-def test_a_signal_within_a_recording(number, tmp_path, cache_dir):
+def test_a_signal_during_a_capture(number, tmp_path, cache_dir):
     """Of forward and backward, of the update, of an evaluation's forward: the run stops after the step, and goes on."""
     record, num_captures = Recorder.record, []
 
@@ -89,7 +89,7 @@ def test_a_signal_within_a_recording(number, tmp_path, cache_dir):
 
 
 @on_simulated_gpus(2)
-def test_batch_norm_over_all_ranks_is_launched(tmp_path, cache_dir):
+def test_synchronised_batch_norm_runs_eagerly(tmp_path, cache_dir):
     """Its own kernels are a GPU's alone, so here each rank takes its own statistics."""
     nn.SyncBatchNorm.forward = nn.BatchNorm1d.forward
     run_on_ranks(tmp_path, cache_dir, *TINY, *POISONED, "--on-nonfinite", "skip", "--batch-norm", "--sync-bn", *GRAPHS)
@@ -97,7 +97,7 @@ def test_batch_norm_over_all_ranks_is_launched(tmp_path, cache_dir):
 
 
 @on_simulated_gpus()
-def test_recordings_that_gain_nothing_are_given_up(tmp_path, cache_dir):
+def test_graphs_that_save_no_time_are_dropped(tmp_path, cache_dir):
     timed = GraphedLearner._timed
     GraphedLearner._timed = lambda self, function: (timed(self, function)[0], 1e-3)
     run(cache_dir, *LONGER, *CUDA, "--cuda-graphs", "auto", "--save-dir", tmp_path / "slow")

@@ -22,7 +22,7 @@ def captured(graph, pool=None, mode="thread_local"):
 
 
 @on_simulated_gpus()
-def test_a_replay_does_again_what_was_captured_on_the_same_memory():
+def test_a_replay_repeats_captured_kernels_on_the_same_memory():
     import torch
 
     graph, x, total = torch.cuda.CUDAGraph(), torch.arange(3.0, device="cuda"), torch.zeros(3, device="cuda")
@@ -43,7 +43,7 @@ def test_a_replay_does_again_what_was_captured_on_the_same_memory():
 
 
 @on_simulated_gpus()
-def test_five_replays_are_five_steps_byte_for_byte():
+def test_five_replays_equal_five_steps_byte_for_byte():
     import torch
     from torch import nn
 
@@ -118,7 +118,7 @@ def test_five_replays_are_five_steps_byte_for_byte():
 
 
 @on_simulated_gpus()
-def test_records_keep_shapes_and_numbers_of_their_moment():
+def test_captures_keep_the_shapes_and_numbers_of_their_time():
     import torch
 
     graph, x, number = torch.cuda.CUDAGraph(), torch.arange(6.0, device="cuda"), torch.tensor(3.0)
@@ -138,7 +138,7 @@ def test_records_keep_shapes_and_numbers_of_their_moment():
 
 
 @on_simulated_gpus()
-def test_what_a_capture_wrote_is_put_back():
+def test_memory_written_by_a_capture_is_restored():
     import torch
     from torch import nn
 
@@ -163,7 +163,7 @@ def test_what_a_capture_wrote_is_put_back():
 
 
 @on_simulated_gpus()
-def test_a_replay_draws_from_the_seed_of_its_moment():
+def test_a_replay_uses_the_current_seed():
     import torch
 
     x, generator, graph = torch.ones(100, device="cuda"), torch.cuda.default_generators[0], torch.cuda.CUDAGraph()
@@ -189,7 +189,7 @@ def test_a_replay_draws_from_the_seed_of_its_moment():
 
 
 @on_simulated_gpus()
-def test_a_recomputed_block_draws_again_what_it_drew():
+def test_a_recomputed_block_draws_the_same_random_numbers():
     import torch
     from torch.utils.checkpoint import checkpoint
 
@@ -228,7 +228,7 @@ def test_a_recomputed_block_draws_again_what_it_drew():
 
 
 @on_simulated_gpus(2)
-def test_generators_of_devices_are_their_own():
+def test_each_simulated_device_has_its_own_generator():
     import torch
 
     first, second = torch.cuda.default_generators
@@ -278,7 +278,7 @@ def _illegal():
 
 
 @on_simulated_gpus()
-def test_what_is_illegal_in_a_capture_raises_and_ends_it():
+def test_illegal_operations_end_a_capture_with_an_error():
     import torch
 
     there, here, generator = torch.ones(3, device="cuda"), torch.zeros(3), torch.cuda.default_generators[0]
@@ -307,7 +307,7 @@ def test_what_is_illegal_in_a_capture_raises_and_ends_it():
 
 
 @on_simulated_gpus()
-def test_a_failed_capture_leaves_the_generator_in_its_mode():
+def test_a_failed_capture_restores_the_generator():
     import torch
 
     x, generator, earlier = torch.ones(3, device="cuda"), torch.cuda.default_generators[0], torch.cuda.CUDAGraph()
@@ -328,7 +328,7 @@ def test_a_failed_capture_leaves_the_generator_in_its_mode():
 
 
 @on_simulated_gpus()
-def test_a_capture_takes_what_its_streams_are_asked_for():
+def test_a_capture_records_the_kernels_of_its_streams():
     import threading
 
     import torch
@@ -364,7 +364,7 @@ def test_a_capture_takes_what_its_streams_are_asked_for():
 
 
 @on_simulated_gpus()
-def test_what_is_illegal_between_streams_and_threads_ends_a_capture():
+def test_illegal_use_of_streams_and_threads_ends_a_capture():
     import threading
 
     import torch
@@ -421,7 +421,7 @@ def test_copies_from_and_to_pinned_memory_happen_at_a_replay():
 
 
 @on_simulated_gpus()
-def test_memory_of_a_pool_is_spoilt_before_a_replay():
+def test_pool_memory_is_overwritten_before_a_replay():
     import torch
 
     pool, x = torch.cuda.graph_pool_handle(), torch.ones(3, device="cuda")
@@ -440,7 +440,7 @@ def test_memory_of_a_pool_is_spoilt_before_a_replay():
 
 
 @on_simulated_gpus()
-def test_memory_that_a_replay_needs_is_not_to_be_freed():
+def test_memory_that_a_replay_needs_may_not_be_freed():
     import torch
 
     x, graph = torch.ones(3, device="cuda"), torch.cuda.CUDAGraph()
@@ -454,7 +454,7 @@ def test_memory_that_a_replay_needs_is_not_to_be_freed():
 
 
 @on_simulated_gpus()
-def test_memory_of_graphs_is_counted_and_runs_out():
+def test_memory_of_graphs_is_counted_and_limited():
     import torch
 
     pool, x = torch.cuda.graph_pool_handle(), torch.ones(1000, device="cuda")
@@ -483,7 +483,7 @@ def test_memory_of_graphs_is_counted_and_runs_out():
 
 
 @on_simulated_gpus()
-def test_context_managers_and_checks_of_torch_work_on_it():
+def test_pytorchs_context_managers_work_on_the_simulated_gpu():
     import torch
 
     x = torch.ones(3, device="cuda", requires_grad=True)

@@ -21,7 +21,7 @@ def test_devices_do_not_mix():
 
 
 @on_simulated_gpus(2)
-def test_a_copy_arrives_once_its_gpu_is_waited_for():
+def test_a_copy_arrives_once_the_host_waits_for_the_gpu():
     import torch
 
     source, buffer = torch.arange(3.0, device="cuda:1"), torch.empty(3, pin_memory=True)
@@ -41,7 +41,7 @@ def test_a_copy_arrives_once_its_gpu_is_waited_for():
 
 
 @on_simulated_gpus()
-def test_memory_is_not_to_be_changed_before_it_was_copied():
+def test_pinned_memory_may_not_change_before_it_is_copied():
     import torch
 
     for num_buffers, num_mistakes in ((1, 1), (2, 0)):
@@ -67,7 +67,7 @@ def test_memory_is_not_to_be_changed_before_it_was_copied():
 
 
 @on_simulated_gpus()
-def test_waits_are_noted():
+def test_waits_for_the_device_are_recorded():
     import torch
 
     there, indices = torch.ones(3, device="cuda"), torch.tensor([1])
@@ -102,7 +102,7 @@ def test_waits_are_noted():
 
 
 @on_simulated_gpus(2)
-def test_memory_is_counted_and_runs_out():
+def test_simulated_memory_is_counted_and_limited():
     import torch
 
     assert GPUS.memory_in_use(1) == 0
@@ -120,7 +120,7 @@ def test_memory_is_counted_and_runs_out():
 @pytest.mark.slow
 @pytest.mark.skipif("LOCKSTEP_LINES" in os.environ, reason="while lines are recorded it runs in Python's threads")
 @on_simulated_gpus()
-def test_a_backward_runs_in_the_threads_of_the_gpus():
+def test_backward_runs_in_the_threads_of_the_gpus():
     import threading
 
     import torch

@@ -20,7 +20,7 @@ def assert_same(a, b, closeness=1e-9):
 
 
 @on_simulated_gpus()
-def test_learns_what_the_cpu_learns_without_recordings(tmp_path, cache_dir):
+def test_matches_the_cpu_without_graphs(tmp_path, cache_dir):
     for device, more in (("cpu", []), ("cuda", ["--cuda-graphs", "on"])):
         run(cache_dir, *CLIP, *EXACT, "--batch-size", 5, "--device", device, "--save-dir", tmp_path / device, *more)
     assert_same(tmp_path / "cuda", tmp_path / "cpu")
@@ -40,14 +40,14 @@ def test_scaled_gradients(tmp_path, cache_dir):
 
 @pytest.mark.slow
 @on_simulated_gpus(2)
-def test_ranks_learn_what_the_cpu_learns(tmp_path, cache_dir):
+def test_ranks_match_the_cpu(tmp_path, cache_dir):
     run_on_ranks(tmp_path, cache_dir, *CLIP, *EXACT, "--batch-size", 2)
     run(cache_dir, *CLIP, *EXACT, "--batch-size", 12, "--device", "cpu", "--save-dir", tmp_path / "cpu")
     assert_same(tmp_path / "ranks", tmp_path / "cpu")
 
 
 @on_simulated_gpus(2, may_wait=True)
-def test_gather_is_not_recorded(tmp_path, cache_dir):
+def test_a_forward_pass_with_gather_is_not_captured(tmp_path, cache_dir):
     task = ["--task", f"{HELPERS / 'joint_task.py'}:Gathers", *CLIP[2:], "--amp", "off"]
     (tmp_path / "recorded").mkdir()
     run_on_ranks(tmp_path / "recorded", cache_dir, *task, "--batch-size", 6, "--cuda-graphs", "on")

@@ -8,7 +8,7 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @on_simulated_gpus()
-def test_libraries_are_told_what_the_flags_and_the_task_mean(tmp_path):
+def test_tracking_libraries_get_flags_and_task(tmp_path):
     import os
 
     import torch
@@ -42,7 +42,7 @@ def test_libraries_are_told_what_the_flags_and_the_task_mean(tmp_path):
 
 @pytest.mark.parametrize(("variable", "num_threads"), [(None, 1), ("3", 3)])
 @on_simulated_gpus()
-def test_a_process_with_a_gpu_takes_one_cpu_thread_unless_told(variable, num_threads, tmp_path):
+def test_a_process_with_a_gpu_uses_one_cpu_thread_by_default(variable, num_threads, tmp_path):
     import os
 
     import torch

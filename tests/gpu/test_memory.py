@@ -24,7 +24,7 @@ def test_the_dry_run_finds_what_fits(tmp_path, cache_dir):
 
 
 @on_simulated_gpus()
-def test_a_step_that_finds_no_room_is_tried_again(tmp_path, cache_dir):
+def test_a_step_out_of_memory_is_retried(tmp_path, cache_dir):
     """As if others had taken memory after the dry run."""
     dry_run = MemoryGuard.dry_run
 
@@ -43,7 +43,7 @@ def test_a_step_that_finds_no_room_is_tried_again(tmp_path, cache_dir):
 
 @pytest.mark.slow
 @on_simulated_gpus()
-def test_too_little_for_a_single_sample_is_refused(tmp_path, cache_dir):
+def test_too_little_memory_for_a_single_sample_is_reported(tmp_path, cache_dir):
     dry_run = MemoryGuard.dry_run
 
     def without_memory(*arguments):
@@ -56,7 +56,7 @@ def test_too_little_for_a_single_sample_is_refused(tmp_path, cache_dir):
 
 
 @on_simulated_gpus()
-def test_no_room_for_the_first_samples_is_refused(tmp_path, cache_dir):
+def test_out_of_memory_for_the_first_samples_is_reported(tmp_path, cache_dir):
     """The weights have found room, and what a forward keeps beside them does not."""
     width = 4000
     GPUS.limit_memory(25 * width * 8)  # weights: 11; what five positions of two samples give: 10 a layer
@@ -66,7 +66,7 @@ def test_no_room_for_the_first_samples_is_refused(tmp_path, cache_dir):
 
 @pytest.mark.slow
 @on_simulated_gpus()
-def test_a_run_leaves_nothing_on_the_gpu(tmp_path, cache_dir):
+def test_a_run_leaves_no_tensors_on_the_gpu(tmp_path, cache_dir):
     import gc
 
     tiny(cache_dir, tmp_path, "--device", "cuda")

@@ -4,7 +4,7 @@ from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 
 
 @on_simulated_gpus()
-def test_evaluating_and_saving_the_average_take_no_second_model():
+def test_evaluating_and_saving_the_average_need_no_second_model():
     """A step has gradients of that size then, so what fits into the dry run fits here."""
     import torch
     from torch import nn
@@ -25,7 +25,7 @@ def test_evaluating_and_saving_the_average_take_no_second_model():
 
 
 @on_simulated_gpus(2)
-def test_the_peak_is_that_of_the_fullest_gpu():
+def test_peak_memory_is_that_of_the_fullest_gpu():
     import torch
 
     from trainer.profiling.meters import MIB, forget_peak, peak_memory_mib
@@ -39,7 +39,7 @@ def test_the_peak_is_that_of_the_fullest_gpu():
 
 
 @on_simulated_gpus()
-def test_a_snapshot_does_without_page_locked_memory():
+def test_a_snapshot_works_without_pinned_memory():
     import torch
 
     from trainer.checkpoint.background import snapshot

@@ -4,7 +4,7 @@ from tests.helpers.simulated_gpu import on_simulated_gpus
 
 
 @on_simulated_gpus(2)
-def test_what_is_fetched_is_waited_for_on_its_own_gpu():
+def test_fetching_waits_for_its_own_gpu():
     """A copy that has not arrived holds other numbers."""
     import torch
 
@@ -16,7 +16,7 @@ def test_what_is_fetched_is_waited_for_on_its_own_gpu():
 
 
 @on_simulated_gpus(3)
-def test_the_first_gpu_of_every_form_is_the_current_one():
+def test_the_first_gpu_is_the_current_device_in_every_form():
     """What allocates, or is queued, without naming one must not go to another one's memory and stream."""
     import torch
 
@@ -30,7 +30,7 @@ def test_the_first_gpu_of_every_form_is_the_current_one():
 
 
 @on_simulated_gpus(2)
-def test_a_process_that_goes_on_has_its_current_gpu_back():
+def test_the_current_gpu_is_restored():
     import torch
 
     from trainer.api import process_restored

@@ -17,7 +17,7 @@ MODELS = ("sasrec", "plmu")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PARTS)
 @on_simulated_gpus(may_wait=True)
-def test_part_runs_on_an_simulated_gpu(name, tmp_path, cache_dir):
+def test_a_benchmark_part_runs_on_a_simulated_gpu(name, tmp_path, cache_dir):
     torch.cuda._sleep = lambda cycles: None
     for other in models.MODELS.keys() - set(MODELS):
         del models.MODELS[other]

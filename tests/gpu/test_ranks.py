@@ -31,7 +31,7 @@ def run_on_ranks(tmp_path, cache_dir, *argv, form=("ddp",)):
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @on_simulated_gpus(2)
-def test_ranks_learn_what_the_cpu_learns(form, tmp_path, cache_dir):
+def test_ranks_match_the_cpu(form, tmp_path, cache_dir):
     run_on_ranks(tmp_path, cache_dir, *PIECES, form=form)
     shared = "2 x cuda:0 (Simulated GPU)"
     devices = shared if "--gpu-ids" in form else "cuda:0 (Simulated GPU), cuda:1 (Simulated GPU)"
@@ -44,14 +44,14 @@ def test_ranks_learn_what_the_cpu_learns(form, tmp_path, cache_dir):
 @pytest.mark.parametrize("form", ["ddp", "fsdp"])
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 @on_simulated_gpus(2)
-def test_precisions(amp, form, tmp_path, cache_dir):
+def test_supported_precisions(amp, form, tmp_path, cache_dir):
     run_on_ranks(tmp_path, cache_dir, *TINY, "--amp", amp, form=[form])
     assert f"float32 with {amp} autocast" in GPUS.printed()
 
 
 @pytest.mark.slow
 @on_simulated_gpus(2)
-def test_statistics_of_batch_norms_and_a_step_that_is_left_out(tmp_path, cache_dir):
+def test_a_skipped_step_keeps_batch_norm_statistics(tmp_path, cache_dir):
     more = ["--epochs", 2, "--on-nonfinite", "skip", "--batch-norm", "--batch-size", 4, "--global-batch-size", 8]
     argv = [*TINY, *EXACT, *POISONED, *more]
     run_on_ranks(tmp_path, cache_dir, *argv)
@@ -60,7 +60,7 @@ def test_statistics_of_batch_norms_and_a_step_that_is_left_out(tmp_path, cache_d
 
 @pytest.mark.slow
 @on_simulated_gpus(2)
-def test_one_rank_lacks_memory_in_the_dry_run(tmp_path, cache_dir):
+def test_one_rank_out_of_memory_in_the_dry_run(tmp_path, cache_dir):
     """The others do not wait for it."""
     GPUS.limit_memory(ROOM, device=1)
     argv = [*TINY, *WIDE, "--global-batch-size", 96, "--batch-size", 48, "--eval-batch-size", 8]
@@ -72,7 +72,7 @@ def test_one_rank_lacks_memory_in_the_dry_run(tmp_path, cache_dir):
 
 @pytest.mark.slow
 @on_simulated_gpus(2, may_wait=True)
-def test_one_bit_on_one_rank(tmp_path, cache_dir, monkeypatch):
+def test_one_flipped_bit_on_one_rank(tmp_path, cache_dir, monkeypatch):
     """The task itself waits, to count its forwards."""
     monkeypatch.setenv("LOCKSTEP_DRIFT", "bit 1 5")
     drifting = ["--task", f"{HELPERS / 'drifting_task.py'}:Drifting", "--batch-size", 4, "--num-threads", 1]

@@ -7,7 +7,7 @@ FAULTY = f"{ROOT / 'tests' / 'helpers' / 'faulty_task.py'}:Faulty"
 
 
 @on_simulated_gpus(2)
-def test_an_error_of_a_replica_is_told_in_one_line(tmp_path):
+def test_an_error_of_a_replica_is_reported_in_one_line(tmp_path):
     import os
 
     from trainer.cli import main

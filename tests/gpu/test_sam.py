@@ -7,7 +7,7 @@ from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 
 
 @on_simulated_gpus()
-def test_learns_what_the_cpu_learns_without_recordings(tmp_path, cache_dir):
+def test_matches_the_cpu_without_graphs(tmp_path, cache_dir):
     task = ["--task", f"{HELPERS / 'jobs.py'}:Sam", "--max-steps", 6, "--global-batch-size", 6, "--batch-size", 3]
     for device, more in (("cpu", []), ("cuda", ["--cuda-graphs", "on"])):
         own = ["--device", device, "--num-threads", 1, "--log-interval", 100, "--save-dir", tmp_path / device, *more]

@@ -20,7 +20,7 @@ WAYS = [pytest.param([], marks=pytest.mark.slow), ["--cuda-graphs", "on", "--epo
 
 @pytest.mark.parametrize("more", TASKS, ids=["one phase", "two phases"])
 @on_simulated_gpus(2, may_wait=True)
-def test_two_gpus_learn_the_same_bits_as_one(more, tmp_path, cache_dir):
+def test_two_gpus_match_one_bit_identically(more, tmp_path, cache_dir):
     """The task itself waits, to see which samples there are; in a short step a rank without any asks the others."""
     argv = ["--task", f"{FILE}:{more[0]}", *more[1:], *FLAGS, "--cache-dir", cache_dir / "lockstep"]
     on_two = ["--multi-gpu", "ddp", "--backend", "gloo", "--num-threads", 1, "--save-dir", tmp_path / "two"]
@@ -42,7 +42,7 @@ def test_no_step_waits_for_a_gpu(more, tmp_path, cache_dir):
 
 
 @on_simulated_gpus()
-def test_a_part_that_does_not_fit_is_refused(tmp_path, cache_dir):
+def test_a_part_that_does_not_fit_in_memory_is_refused(tmp_path, cache_dir):
     GPUS.limit_memory(ROOM)
     argv = [*TINY, *WIDE, "--parts", 2, "--global-batch-size", 96, "--eval-batch-size", 8, "--save-dir", tmp_path]
     run(cache_dir, *argv, "--device", "cuda", status=2)

@@ -7,7 +7,7 @@ from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 
 
 @on_simulated_gpus()
-def test_learns_what_the_cpu_learns_with_workers_or_without(tmp_path, cache_dir):
+def test_matches_the_cpu_with_and_without_workers(tmp_path, cache_dir):
     task = ["--task", f"{HELPERS / 'jobs.py'}:Streamed", "--epochs", 3, "--batch-size", 6, "--num-threads", 1]
     for name, more in (("workers", ["--num-workers", 2]), ("cuda", []), ("cpu", [])):  # forked before CUDA is used
         device = "cpu" if name == "cpu" else "cuda"

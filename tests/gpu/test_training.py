@@ -29,7 +29,7 @@ TASKS = {
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @on_simulated_gpus()
-def test_learns_what_the_cpu_learns(settings, tmp_path, cache_dir):
+def test_matches_the_cpu(settings, tmp_path, cache_dir):
     for device in ("cuda", "cpu"):
         tiny(cache_dir, tmp_path / device, "--device", device, "--log-interval", 2, *EXACT, *settings)
     assert_same(tmp_path / "cuda", tmp_path / "cpu")
@@ -45,7 +45,7 @@ def test_other_tasks_on_the_second_gpu(tmp_path, cache_dir):
 
 
 @on_simulated_gpus()
-def test_many_steps(tmp_path, cache_dir):
+def test_many_steps_are_extracted(tmp_path, cache_dir):
     """Results of steps are looked at in groups, and sums are folded."""
     more = ["--num-train", 80, "--batch-size", 1, "--log-interval", 1000, *EXACT]
     for device in ("cuda", "cpu"):
@@ -64,7 +64,7 @@ def test_optimizers_that_make_the_host_wait(tmp_path, cache_dir):
 
 
 @on_simulated_gpus()
-def test_precisions(tmp_path, cache_dir):
+def test_supported_precisions(tmp_path, cache_dir):
     more = ["--num-train", 101, "--log-interval", 5, "--save-every-steps", 5]
     tiny(cache_dir, tmp_path / "cpu", "--device", "cpu", *more)
     for amp in ("bf16", "fp16", "off"):
@@ -82,7 +82,7 @@ def test_an_older_gpu_computes_in_fp16(tmp_path, cache_dir):
 
 
 @on_simulated_gpus()
-def test_a_step_that_is_not_finite_ends_training(tmp_path, cache_dir):
+def test_a_nonfinite_step_ends_training(tmp_path, cache_dir):
     for amp in ("off", "bf16"):
         run(cache_dir, *BAD_FIRST_EPOCH, "--num-train", 24, "--batch-size", 8, "--device", "cuda", "--amp", amp,
             "--save-dir", tmp_path / amp, status=2)  # fmt: skip
@@ -90,7 +90,7 @@ def test_a_step_that_is_not_finite_ends_training(tmp_path, cache_dir):
 
 
 @on_simulated_gpus()
-def test_a_step_that_overflows_fp16_is_left_out(tmp_path, cache_dir):
+def test_a_step_that_overflows_fp16_is_skipped(tmp_path, cache_dir):
     """One step of three, which halves the scale of the gradients."""
     state = tiny(cache_dir, tmp_path, *BAD_FIRST_EPOCH, "--device", "cuda", "--amp", "fp16")
     assert state["scaler"]["scale"] == 2**15
@@ -98,7 +98,7 @@ def test_a_step_that_overflows_fp16_is_left_out(tmp_path, cache_dir):
 
 
 @on_simulated_gpus()
-def test_a_resumed_run_goes_on_as_the_unbroken_one(tmp_path, cache_dir):
+def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path, cache_dir):
     settings = ["--device", "cuda", "--amp", "fp16", "--batch-size", 4, "--epochs", 2, "--deterministic",
                 "--ema-decay", 0.9, "--save-every-steps", 4, "--keep-checkpoints", 0]  # fmt: skip
     tiny(cache_dir, tmp_path / "unbroken", *settings)
@@ -109,7 +109,7 @@ def test_a_resumed_run_goes_on_as_the_unbroken_one(tmp_path, cache_dir):
 
 
 @on_simulated_gpus()
-def test_evaluates_a_finished_run(tmp_path, cache_dir):
+def test_eval_only_scores_a_finished_run(tmp_path, cache_dir):
     for more in (["--device", "cuda"], ["--device", "cuda", "--eval-only"], ["--device", "cpu", "--eval-only"]):
         tiny(cache_dir, tmp_path, *EXACT, *more)
     lines = [line.partition("test/")[2] for line in GPUS.printed().splitlines() if "test/accuracy" in line]

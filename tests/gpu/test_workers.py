@@ -42,7 +42,7 @@ def told() -> list[str]:
 
 
 @on_simulated_gpus()
-def test_slow_data_get_workers_and_the_same_bits(tmp_path, cache_dir):
+def test_slow_data_get_workers_and_stay_bit_identical(tmp_path, cache_dir):
     """Those that are to spare beside the trainer; training and evaluations, of which the last one comes at the end."""
     loaders.num_cores = lambda: 3
     assert not torch.cuda.is_initialized()
@@ -57,14 +57,14 @@ def test_slow_data_get_workers_and_the_same_bits(tmp_path, cache_dir):
 
 @pytest.mark.slow
 @on_simulated_gpus()
-def test_batches_that_would_fill_shared_memory_are_made_by_the_trainer(tmp_path, cache_dir):
+def test_batches_too_large_for_shared_memory_are_made_in_process(tmp_path, cache_dir):
     loaders.num_cores, loaders.shared_memory = lambda: 9, lambda: 16 * 200
     tiny(cache_dir, tmp_path / "run", *SLEEPY, *LONG)
     assert told()[1:] == [f"{HERE}two batches per worker would not fit into /dev/shm."]
 
 
 @on_simulated_gpus()
-def test_quick_data_are_loaded_by_the_trainer(tmp_path, cache_dir):
+def test_fast_data_are_loaded_in_process(tmp_path, cache_dir):
     loaders.num_cores = lambda: 9
     tiny(cache_dir, tmp_path / "run", *LONG, "--delay-s", 0.02)
     start, decision = told()
@@ -83,14 +83,14 @@ def test_quick_data_are_loaded_by_the_trainer(tmp_path, cache_dir):
     ],
 )
 @on_simulated_gpus()
-def test_data_that_processes_must_not_have_copies_of_stay(holds, why, tmp_path, cache_dir):
+def test_data_that_must_not_be_copied_stay_in_the_process(holds, why, tmp_path, cache_dir):
     loaders.num_cores = lambda: 2
     tiny(cache_dir, tmp_path / "auto", *COUNTING, *LONG, "--holds", holds)
     assert told()[1:] == [HERE + why]
 
 
 @on_simulated_gpus()
-def test_a_number_starts_workers_whatever_the_data_hold_but_none_by_a_fork_of_a_process_with_cuda(tmp_path, cache_dir):
+def test_num_workers_starts_workers_but_never_forks_a_process_with_cuda(tmp_path, cache_dir):
     counting = [*COUNTING, *LONG, "--max-minutes", 9, "--num-workers", 2]
     first = tiny(cache_dir, tmp_path / "first", *counting)
     start, changed = told()
@@ -126,7 +126,7 @@ def test_batches_wait_in_pinned_memory_until_they_were_copied():
 
 
 @on_simulated_gpus()
-def test_what_is_sent_ahead_changes_nothing(tmp_path, cache_dir):
+def test_prefetching_changes_nothing(tmp_path, cache_dir):
     """Neither steps nor evaluations, launched or recorded; a GPU that lacks memory for it gets the batch later."""
     found = []
     for strategy.SMALLEST_UPLOAD in (0, 2**18):
@@ -144,7 +144,7 @@ def test_what_is_sent_ahead_changes_nothing(tmp_path, cache_dir):
 
 @pytest.mark.slow
 @on_simulated_gpus(2)
-def test_each_rank_has_workers_of_its_own(tmp_path, cache_dir):
+def test_each_rank_has_its_own_workers(tmp_path, cache_dir):
     loaders.num_cores = lambda: 4
     argv = [
         "--multi-gpu",

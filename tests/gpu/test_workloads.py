@@ -78,12 +78,12 @@ def assert_learns_what_the_cpu_learns(name, tmp_path, cache_dir, forms):
     "name", [pytest.param(name, marks=pytest.mark.slow if name in ("har", "tabular") else []) for name in WORKLOADS]
 )
 @on_simulated_gpus(3)
-def test_workloads(name, tmp_path, cache_dir):
+def test_workloads_are_captured(name, tmp_path, cache_dir):
     assert_learns_what_the_cpu_learns(name, tmp_path, cache_dir, ["second", "three"])
 
 
 @on_simulated_gpus(1)
-def test_what_is_padded_for_a_gpu_has_few_lengths(cache_dir):
+def test_padded_batches_have_few_lengths(cache_dir):
     argv = ["--task", "seqrec", "--maxlen", "200", "--cache-dir", str(cache_dir / "lockstep")]
     flags, _ = parse(argv, several_devices=False)
     task, widths = build_task(flags), {}
@@ -98,7 +98,7 @@ def test_what_is_padded_for_a_gpu_has_few_lengths(cache_dir):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 @on_simulated_gpus(2)
-def test_variants(name, tmp_path, cache_dir):
+def test_variants_are_captured(name, tmp_path, cache_dir):
     assert_learns_what_the_cpu_learns(name, tmp_path, cache_dir, ["one"])
 
 
@@ -107,7 +107,7 @@ def test_variants(name, tmp_path, cache_dir):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", WORKLOADS)
 @on_simulated_gpus(3)
-def test_every_workload_in_every_precision_in_every_form(name, form, amp, tmp_path, cache_dir):
+def test_every_workload_in_every_precision_and_form(name, form, amp, tmp_path, cache_dir):
     devices, several = FORMS[form]
     argv = [*settings_of(name, tmp_path), *devices, "--amp", amp, "--log-interval", 2, "--save-dir", tmp_path / "run"]
     run(cache_dir, *argv, several=several)
@@ -117,7 +117,7 @@ def test_every_workload_in_every_precision_in_every_form(name, form, amp, tmp_pa
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "seqrec")) for name in RECORDED]
 )
 @on_simulated_gpus(1, may_wait=True)
-def test_recorded_workloads_learn_the_same_to_the_bit(name, tmp_path, cache_dir):
+def test_captured_workloads_train_bit_identically(name, tmp_path, cache_dir):
     """Speech of a new length waits for a constant, once."""
     domain = name.split()[0]
     more = [*RECORDED[name], "--eval-every-steps", 3, "--warmup-epochs", 0]
@@ -130,7 +130,7 @@ def test_recorded_workloads_learn_the_same_to_the_bit(name, tmp_path, cache_dir)
 
 @pytest.mark.parametrize("name", ["seqrec", "seqrec bce", "kgat", "speech", "speech strings"])
 @on_simulated_gpus(1)
-def test_nobody_waits_for_batches_that_are_drawn_on_a_gpu(name, tmp_path, cache_dir):
+def test_drawing_batches_on_a_gpu_does_not_block_the_host(name, tmp_path, cache_dir):
     arguments = [*map(str, settings_of(name, tmp_path)), "--cache-dir", str(cache_dir / "lockstep")]
     flags, problems = parse(arguments, several_devices=False)
     assert problems == []

@@ -43,7 +43,7 @@ def test_every_sample_is_in_one_batch_and_only_the_last_is_short(make, batch_siz
 
 
 @pytest.mark.parametrize("make", [bucketed, sharded])
-def test_seeds_and_epochs_make_other_batches(make):
+def test_seeds_and_epochs_change_the_batches(make):
     orders = [as_lists(make(4, *key)) for key in [(0, 0), (1, 0), (0, 1)]]
     assert orders[0] == as_lists(make(4))
     for i, first in enumerate(orders):
@@ -97,7 +97,7 @@ def even(batch_size, seed=0, epoch=0):
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 16, 5000])
-def test_even_batches_are_equally_long_in_sum(batch_size):
+def test_even_batches_have_equal_total_lengths(batch_size):
     batches = even(batch_size)
     assert sorted(np.concatenate(batches)) == list(range(len(LENGTHS))) and min(map(len, batches)) > 0
     sums = np.array([LENGTHS[batch].sum() for batch in batches])
@@ -108,7 +108,7 @@ def test_even_batches_are_equally_long_in_sum(batch_size):
         assert min(map(len, batches)) < 6 and max(map(len, batches)) > 60
 
 
-def test_seeds_and_epochs_make_other_even_batches():
+def test_seeds_and_epochs_change_even_batches():
     orders = [as_lists(even(16, *key)) for key in [(0, 0), (1, 0), (0, 1)]]
     assert orders[0] == as_lists(even(16)) and orders[0] != orders[1] != orders[2] != orders[0]
 
@@ -137,7 +137,7 @@ def test_shards_and_their_samples_are_shuffled():
 
 
 @pytest.mark.parametrize("make", [sharded, consecutive])
-def test_batches_made_when_asked_for_are_a_sequence(make):
+def test_lazily_made_batches_are_a_sequence(make):
     batches = make(4)
     in_turn = as_lists(batches)
     assert len(batches) == len(in_turn) == 7
@@ -149,7 +149,7 @@ def test_batches_made_when_asked_for_are_a_sequence(make):
         batches[7]
 
 
-def test_shards_larger_than_memory_cost_nothing():
+def test_shards_larger_than_memory_are_streamed():
     """A hundred shards of 10^8 samples; and of shards that are sorted as a whole, two are held."""
     tracemalloc.start()
     batches = sharded_batches([10**8] * 100, 256, 0, 0)

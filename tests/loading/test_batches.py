@@ -52,7 +52,7 @@ def assert_same_batches(batches: list[Batch], expected: list[Batch]) -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_an_evaluation_between_two_training_batches_disturbs_nothing(num_workers):
+def test_an_evaluation_between_batches_changes_nothing(num_workers):
     """What training has loaded ahead arrives, in order; one evaluation that was left in the middle is forgotten."""
     here, loaders = of_workers(0), of_workers(num_workers)
     expected, expected_evaluation = list(here["train"](TRAINING_KEYS)), evaluated(here)
@@ -77,7 +77,7 @@ class CutShort(Sequences):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_refusal_arrives_as_it_was_said(num_workers):
+def test_a_refusal_keeps_its_message(num_workers):
     loader = BatchLoader([CutShort(4, 0, True)], Weighted(WeightedFlags(), 0, Path()).collate, Workers(num_workers))
     with pytest.raises(UserError) as refusal:
         list(loader(evaluation_keys(4, (0, 1), 2)))
@@ -105,7 +105,7 @@ def test_a_run_is_the_same_with_workers(world_size, run_here, environment, tmp_p
         assert read_metrics(tmp_path / "0", event) == read_metrics(tmp_path / "1", event)
 
 
-def test_the_start_says_how_many_there_are(train, tmp_path):
+def test_the_start_reports_the_number_of_parameters(train, tmp_path):
     assert "Workers: 0 per rank. Threads" in train(tmp_path / "0")
     assert "Workers: 2 per rank. Threads" in train(tmp_path / "2", "--num-workers", 2)
     assert not multiprocessing.active_children()
@@ -141,7 +141,7 @@ def is_alive(pid):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a worker looks every five seconds")
-def test_workers_end_with_a_trainer_that_is_killed(environment):
+def test_workers_end_when_their_trainer_is_killed(environment):
     """At once: they hold the trainer's connections, by which other ranks notice the death."""
     command = [sys.executable, "-c", KILLED_WITH_WORKERS]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as trainer:
@@ -176,7 +176,7 @@ def test_a_trainer_ends_when_only_some_workers_could_start(environment):
     assert "Too many open files" in done.stderr
 
 
-def test_a_batch_that_cannot_be_sent_ends_the_run(environment, tmp_path):
+def test_a_batch_that_cannot_be_pickled_ends_the_run(environment, tmp_path):
     """The address of a socket in so long a folder would be too long."""
     folder = tmp_path / ("long" * 20)
     folder.mkdir()
@@ -203,7 +203,7 @@ class Noted(Sequences):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_idle_workers_begin_with_what_is_wanted_later(num_workers, tmp_path):
+def test_idle_workers_prefetch_later_batches(num_workers, tmp_path):
     """Of two, with the first one that was asked for; and what nobody wants any more is not made."""
     collate, workers = Weighted(WeightedFlags(), 0, Path()).collate, Workers(num_workers)
     train = BatchLoader([Sequences(40, 0, True)], collate, workers, trains=True)

@@ -37,7 +37,7 @@ def ask(cache_dir: Path, log: Path, barrier, results) -> None:
     results.put(float(arrays["x"].sum()))
 
 
-def test_is_built_once_and_comes_back_the_same(tmp_path) -> None:
+def test_an_entry_is_built_once_and_read_back_equal(tmp_path) -> None:
     built = cached_arrays(tmp_path / "new" / "folder", "key", small)
     again = cached_arrays(tmp_path / "new" / "folder", "key", fail)
     for arrays in (built, again):
@@ -48,7 +48,7 @@ def test_is_built_once_and_comes_back_the_same(tmp_path) -> None:
             assert isinstance(arrays[name].base, np.memmap)
 
 
-def test_several_processes_at_once_build_once(tmp_path) -> None:
+def test_concurrent_processes_build_an_entry_once(tmp_path) -> None:
     barrier, results = SPAWN.Barrier(3), SPAWN.Queue()
     log = tmp_path / "log"
     processes = [SPAWN.Process(target=ask, args=(tmp_path, log, barrier, results)) for _ in range(3)]
@@ -73,7 +73,7 @@ def die_in_the_middle_of_writing(cache_dir: Path) -> None:
     cached_arrays(cache_dir, "key", small)
 
 
-def test_a_killed_build_leaves_nothing_that_is_taken_for_complete(tmp_path) -> None:
+def test_a_killed_build_leaves_no_seemingly_complete_entry(tmp_path) -> None:
     process = SPAWN.Process(target=die_in_the_middle_of_writing, args=(tmp_path,))
     process.start()
     process.join()
@@ -91,7 +91,7 @@ def test_a_failing_build_passes_through_and_can_be_repeated(tmp_path) -> None:
     assert cached_arrays(tmp_path, "key", small)["y"].tolist() == [0, 1, 2]
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path) -> None:
+def test_a_folder_that_cannot_be_created_is_named(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--cache-dir .*file"):
         cached_arrays(tmp_path / "file" / "cache", "key", small)
@@ -106,7 +106,7 @@ def write_with_little_room(cache_dir: Path, results) -> None:
         results.put(str(error))
 
 
-def test_a_full_disk_is_named_and_what_was_written_is_removed(tmp_path) -> None:
+def test_a_full_disk_is_reported_and_the_partial_file_removed(tmp_path) -> None:
     results = SPAWN.Queue()
     process = SPAWN.Process(target=write_with_little_room, args=(tmp_path, results))
     process.start()
@@ -120,7 +120,7 @@ def test_a_full_disk_is_named_and_what_was_written_is_removed(tmp_path) -> None:
     ("files", "names"),
     [("x.npy", "x\ny"), ("names.txt", None), ("none", ""), ("none", "x"), ("none", "x\ny\nz")],
 )
-def test_an_entry_that_lost_a_file_or_a_name_is_built_anew(files, names, tmp_path) -> None:
+def test_a_cache_entry_without_a_file_is_rebuilt(files, names, tmp_path) -> None:
     before = cached_arrays(tmp_path, "key", small)
     for path in (tmp_path / "key").glob(files):
         path.unlink()

@@ -35,7 +35,7 @@ def test_counter_sequence_is_splitmix64() -> None:
 
 @pytest.mark.parametrize("draw", [uniform, normal])
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (9, 128)])
-def test_a_row_depends_on_its_own_index_only(draw, shape) -> None:
+def test_a_row_depends_only_on_its_index(draw, shape) -> None:
     index = np.array([5, 0, 123456789, 5])
     batch = draw(1, 2, index, shape)
     assert batch.shape == (4, *shape) and batch.dtype == np.float32
@@ -46,7 +46,7 @@ def test_a_row_depends_on_its_own_index_only(draw, shape) -> None:
 
 
 @pytest.mark.parametrize("draw", [uniform, normal])
-def test_every_part_of_the_key_matters(draw) -> None:
+def test_every_part_of_the_key_changes_the_numbers(draw) -> None:
     index = np.arange(50)
     variants = [
         draw(0, 0, index, (64,)),

@@ -68,7 +68,7 @@ def some_keys(num: int) -> list[SampleKeys]:
 
 
 @pytest.mark.parametrize("alike", [True, False])
-def test_batches_on_a_device_are_those_of_the_host(alike):
+def test_batches_on_a_device_equal_batches_on_the_host(alike):
     own = datasets(alike)
     there = moved(own, HERE)
     keys = some_keys(3 * MOST_TOGETHER + 1)
@@ -83,7 +83,7 @@ def test_batches_on_a_device_are_those_of_the_host(alike):
         assert one["weight"].tolist() == ([0.0] * len(weights) if key.placeholder else weights.tolist())
 
 
-def test_samples_that_are_alike_in_any_batch_are_drawn_together():
+def test_samples_independent_of_their_batch_are_drawn_together():
     keys = [SampleKeys(np.arange(i, i + 4), 0) for i in range(2 * MOST_TOGETHER)]
     for alike, most in ((True, 2), (False, len(keys))):
         own = datasets(alike)[:1]
@@ -99,7 +99,7 @@ def test_large_batches_are_not_drawn_together(monkeypatch):
     assert own[0].num_asked == [2]
 
 
-def test_batches_that_do_not_fit_together_are_drawn_one_by_one(monkeypatch):
+def test_batches_are_drawn_one_by_one_if_memory_is_short(monkeypatch):
     own = datasets(alike=True)[0]
     keys = [SampleKeys(np.arange(i, i + 4), 0) for i in range(MOST_TOGETHER)]
     expected = list(DeviceLoader([own], collate, HERE)(keys))
@@ -120,7 +120,7 @@ def test_batches_that_do_not_fit_together_are_drawn_one_by_one(monkeypatch):
         list(DeviceLoader([own], collate, HERE)(keys))
 
 
-def test_what_data_sets_share_is_moved_once():
+def test_tensors_shared_by_data_sets_are_moved_once():
     own = datasets(alike=True)
     there = moved(own, HERE)
     assert there[0].parts is there[1].parts and there[0].parts is not own[0].parts
@@ -136,7 +136,7 @@ def test_arrays_that_cannot_be_written_to_are_moved_without_a_warning(recwarn):
     assert not recwarn.list
 
 
-def test_numbers_of_keys_are_the_same_on_a_device():
+def test_random_numbers_of_keys_are_equal_on_a_device():
     index = np.random.default_rng(0).integers(0, 2**63 - 1, 20_000)
     tensor = torch.from_numpy(index)
     bits, words = random_bits(3, 5, index, 9, 2), random_bits(3, 5, tensor, 9, 2)
@@ -148,7 +148,7 @@ def test_numbers_of_keys_are_the_same_on_a_device():
     assert np.abs(normals - normal(3, 5, index, (5,))).max() < 2e-6
 
 
-def test_functions_of_arrays_are_the_same_for_tensors():
+def test_functions_give_equal_results_for_arrays_and_tensors():
     array = np.arange(12.0).reshape(4, 3)
     tensor = torch.from_numpy(array)
     index = np.array([2, 0])

@@ -15,14 +15,14 @@ def edges(n):
     return [size for size in (n - 1, n, n + 1, 5 * n - 1, 5 * n, 5 * n + 1) if size > 0]
 
 
-def test_permutation_holds_every_sample_once_and_differs_by_key():
+def test_a_permutation_contains_every_sample_once_and_depends_on_its_key():
     orders = [EpochOrder(*key, 1000).take(0, 1000) for key in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)]]
     for order in orders:
         assert sorted(order) == list(range(1000))
     assert len({tuple(order) for order in orders}) == len(orders)
 
 
-def test_permutation_is_stable_for_ever():
+def test_permutations_never_change_between_versions():
     """Another order after an upgrade would repeat and skip samples of a resumed epoch."""
     assert EpochOrder(7, 3, 0, 12).take(0, 12).tolist() == [7, 1, 9, 6, 0, 11, 10, 4, 2, 8, 3, 5]
 
@@ -112,7 +112,7 @@ def collate(samples, keys):
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_workers_change_nothing(num_workers):
+def test_workers_do_not_change_results(num_workers):
     load = BatchLoader([Squares()], collate, Workers(num_workers))
     for epoch in range(2):  # workers outlive an epoch
         keys = split_global_batch(EpochOrder(0, epoch, 0, 100).take(0, 100), (0, 1), 7, epoch)

@@ -45,7 +45,7 @@ def read(dataset, keys):
 
 
 @pytest.mark.parametrize(("make", "second"), [(numbers, SIZE), (numbers_of, 100)])
-def test_every_sample_comes_once_whoever_reads_it(make, second):
+def test_every_sample_is_read_once_by_any_workers(make, second):
     expected = None
     for world_size, micro_batch_size, start in [(1, 7, 0), (1, 2, 0), (2, 3, 0), (3, 1, 0), (5, 2, 0), (2, 3, 7)]:
         found = {}
@@ -58,7 +58,7 @@ def test_every_sample_comes_once_whoever_reads_it(make, second):
     assert len({tuple(draws) for draws in expected.values()}) == 2 * SIZE
 
 
-def test_parts_of_a_step_in_one_process_read_the_stream_once():
+def test_parts_in_one_process_read_the_stream_once():
     begun = []
     dataset = from_stream(lambda: begun.append(1) or numbers(), samples_per_epoch=SIZE, seed=1)
     found = []
@@ -69,7 +69,7 @@ def test_parts_of_a_step_in_one_process_read_the_stream_once():
     assert sorted(found) == list(range(SIZE)) and len(begun) == 1
 
 
-def test_what_was_passed_is_read_again():
+def test_skipped_samples_are_read_again():
     dataset = from_stream(numbers, samples_per_epoch=SIZE, seed=1)
     for _ in range(2):
         assert dataset.__getitems__(SampleKeys(np.array([2, 1]), 0))["number"].tolist() == [2, 1]
@@ -97,13 +97,13 @@ def changing():
         (numbers, {"samples_per_epoch": 0}, "from_stream: samples_per_epoch 0: must be a whole number, at least 1"),
     ],
 )
-def test_mistakes_are_named(make, more, message):
+def test_errors_are_named(make, more, message):
     with pytest.raises(UserError) as refusal:
         read(from_stream(make, **{"samples_per_epoch": SIZE, "seed": 0, **more}), keys_of(0, 1, 7))
     assert message in str(refusal.value)
 
 
-def test_a_collate_may_take_samples_of_any_shape():
+def test_collate_may_take_samples_of_any_shape():
     def padded(items):
         return {"x": torch.nn.utils.rnn.pad_sequence(items, batch_first=True)}
 
@@ -251,7 +251,7 @@ def bare_loop(num_steps):
     return {name: weight.detach() for name, weight in model.state_dict().items()}
 
 
-def test_a_run_learns_what_a_bare_loop_learns_with_workers_and_after_a_stop(run_here, tmp_path):
+def test_a_run_matches_a_bare_loop_with_workers_and_after_a_stop(run_here, tmp_path):
     flags = ["--task", STREAMED, *FLAGS, "--lr", 0.01, "--weight-decay", 0.01]
     run_here(*flags, "--max-steps", 9, "--save-dir", tmp_path / "whole")
     whole = load(tmp_path / "whole" / "last.pth")
@@ -277,7 +277,7 @@ def test_a_stream_with_a_state_is_not_read_again(run_here, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("stopped_at", [4, 5, 6])
-def test_a_stream_for_all_epochs_goes_on_in_each_from_its_start(stopped_at, run_here, tmp_path, monkeypatch):
+def test_a_stream_restarts_in_each_epoch(stopped_at, run_here, tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "STATE_EVERY_S", 0.0)
     flags = ["--task", STREAMED.replace("Streamed", "OneForAll"), *FLAGS]
     run_here(*flags, "--max-steps", 11, "--save-dir", tmp_path / "whole")

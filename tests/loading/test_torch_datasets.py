@@ -60,7 +60,7 @@ def plain_loop(epoch):
     return items
 
 
-def test_an_item_is_that_of_a_plain_loop_whoever_makes_it():
+def test_items_equal_a_plain_loop_with_and_without_workers():
     """In any world and micro-batch, in this process and in workers, and begun in the middle of an epoch."""
     expected = {epoch: plain_loop(epoch) for epoch in (0, 1)}
     assert not any(torch.equal(a["draws"], b["draws"]) for a, b in zip(*expected.values(), strict=True))
@@ -98,7 +98,7 @@ def states():
     )
 
 
-def test_the_generators_are_put_back():
+def test_random_generators_are_restored():
     class Broken(Noisy):
         def __getitem__(self, index):
             super().__getitem__(index)
@@ -138,7 +138,7 @@ EXPECTED = {"image": torch.stack([IMAGE, IMAGE]), "label": torch.tensor([4, 4])}
         (Named(IMAGE, 4), None),
     ],
 )
-def test_parts_of_an_item_get_names(item, names):
+def test_elements_of_an_item_get_names(item, names):
     keys = SampleKeys(np.array([1, 0]), 0)
     batch = collate(from_dataset([item] * 2, seed=0, names=names).__getitems__(keys), keys)
     check_batch(None, batch, len(batch["index"]))
@@ -159,7 +159,7 @@ def test_a_single_value_gets_a_name():
         (lambda rows: {"row": torch.nn.utils.rnn.pad_sequence(rows, True), "len": np.array([*map(len, rows)])}, None),
     ],
 )
-def test_a_collate_of_ones_own_makes_a_batch_of_items(pad, names):
+def test_a_custom_collate_makes_a_batch_of_items(pad, names):
     dataset = from_dataset([torch.ones(i) for i in range(5)], pad, seed=0, names=names)
     keys = SampleKeys(np.array([2, 4]), 0)
     batch = collate(dataset.__getitems__(keys), keys)
@@ -179,7 +179,7 @@ def test_a_collate_of_ones_own_makes_a_batch_of_items(pad, names):
         ([object()], ("thing",), "pass `collate`"),
     ],
 )
-def test_items_that_cannot_become_a_batch_are_refused(items, names, message):
+def test_items_that_cannot_form_a_batch_are_refused(items, names, message):
     with pytest.raises(UserError) as raised:
         from_dataset(items, seed=0, names=names).__getitems__(SampleKeys(np.arange(len(items)), 0))
     assert str(raised.value).startswith("from_dataset(list")
@@ -211,12 +211,12 @@ def test_data_sets_without_numbered_samples_are_refused():
         from_dataset({1, 2}, seed=0)
 
 
-def test_samples_that_are_no_dictionary_need_a_collate():
+def test_samples_that_are_not_dictionaries_need_a_collate():
     with pytest.raises(UserError, match=r"`__getitems__` of the data set returned a tuple, not a dictionary of arrays"):
         collate((torch.zeros(2), torch.zeros(2)), SampleKeys(np.arange(2), 0))
 
 
-def test_a_data_set_of_torch_alone_is_no_keyed_one():
+def test_a_plain_torch_dataset_is_not_keyed():
     tensors = TensorDataset(torch.zeros(3))
     stack = StackDataset(tensors)
     for dataset in (tensors, Subset(tensors, [0, 1]), stack, ConcatDataset([tensors, tensors]), [1, 2]):
@@ -246,7 +246,7 @@ class Keyed(Noisy):
         return {"x": torch.zeros(len(keys.index))}
 
 
-def test_a_batch_by_a_list_of_numbers_is_no_batch_by_keys():
+def test_a_batch_of_indices_is_not_a_batch_of_keys():
     before = torch.get_rng_state()
     with pytest.raises(UserError, match=r"train: InBatches has no `__getitems__\(keys\)`; return trainer.from_dataset"):
         require_keyed(InBatches(), "train")
@@ -274,14 +274,14 @@ def test_a_run_is_the_same_with_workers_and_after_a_kill(run_here, tmp_path):
     assert_same_bits(final, load(tmp_path / "again" / "final.pth"))
 
 
-def test_a_task_that_returns_a_data_set_of_torch_as_it_is_gets_a_sentence(run_here, tmp_path):
+def test_a_plain_torch_dataset_returned_by_a_task_is_explained(run_here, tmp_path):
     _, error = run_here(*RUN, "--save-dir", tmp_path / "run", "--no-adapted", status=2)
     assert "its data set 'train': Subset has no `__getitems__(keys)`; return trainer.from_dataset(" in error
     assert "Traceback" not in error
 
 
 @pytest.mark.parametrize("subset", [False, True])
-def test_tensors_are_gathered_as_item_by_item_and_can_lie_on_a_device(subset):
+def test_gathered_tensors_equal_single_items_and_may_be_on_a_device(subset):
     whole = TensorDataset(torch.randn(20, 3), torch.arange(20), torch.arange(20.0))
     dataset = Subset(Subset(whole, range(2, 17)), [4, 1, 9]) if subset else whole
     names = ("x", "label", "weight")
@@ -307,6 +307,6 @@ def test_a_dictionary_of_arrays_is_a_data_set():
 
 
 @pytest.mark.parametrize("arrays", [{"x": np.zeros(3), "y": np.zeros(4)}, {"x": np.zeros(3), "n": 3}, {}, {"x": [{}]}])
-def test_what_is_no_arrays_of_one_length_is_refused(arrays):
+def test_values_that_are_not_arrays_of_one_length_are_refused(arrays):
     with pytest.raises(UserError, match="from_dataset: all values of a dictionary must be arrays of equal length"):
         from_dataset(arrays, seed=0)

@@ -95,7 +95,7 @@ def messages(capsys):
 # --- what it is told ---------------------------------------------------------------------------------------------
 
 
-def test_it_is_told_everything_in_order_and_training_does_not_notice(train, tmp_path):
+def test_a_logger_gets_all_events_in_order_and_does_not_change_training(train, tmp_path):
     argv = ["--epochs", 2, "--log-interval", 1, "--dropout", 0.3]
     train(tmp_path / "logged", *argv, *named("Recording"))
     train(tmp_path / "plain", *argv)
@@ -121,14 +121,14 @@ def test_it_is_told_everything_in_order_and_training_does_not_notice(train, tmp_
     assert_same_bits(*(load(tmp_path / name / "final.pth") for name in ("logged", "plain")))
 
 
-def test_pictures_reach_it(run_with, tmp_path):
+def test_a_logger_receives_pictures(run_with, tmp_path):
     run_with(Recording())
     assert [(call["step"], call["shapes"]) for call in logged(tmp_path, "pictures")] == [
         (epoch, {"val/dots": [2, 3, 3]}) for epoch in (1, 2, 3)
     ]
 
 
-def test_several_do_not_disturb_each_other(train, tmp_path):
+def test_several_loggers_do_not_disturb_each_other(train, tmp_path):
     """The first one changes what it is given."""
     train(tmp_path, *named("Greedy"), f"{FILE}:Other")
     greedy, other = logged(tmp_path, "metrics"), logged(tmp_path, "metrics", f"other-{RECORD}")
@@ -136,12 +136,12 @@ def test_several_do_not_disturb_each_other(train, tmp_path):
     assert read_metrics(tmp_path, "epoch")[0]["val/loss"] == greedy[0]["values"]["val/loss"]
 
 
-def test_several_flags_add_up(train, tmp_path):
+def test_loggers_of_several_flags_are_combined(train, tmp_path):
     train(tmp_path, *named("Recording"), "--logger", f"{FILE}:Other")
     assert logged(tmp_path, "metrics") and logged(tmp_path, "metrics", f"other-{RECORD}")
 
 
-def test_a_stopped_run_goes_on_under_the_same_id_where_it_was(cli, train, tmp_path):
+def test_a_stopped_run_resumes_with_the_same_tracking_id(cli, train, tmp_path):
     stops = tmp_path / "stops_the_run.py"
     stops.write_text(STOPS)
     argv = ["--save-dir", tmp_path / "run", "--epochs", 3, "--log-interval", 1, "--delay-s", 0.01]
@@ -159,7 +159,7 @@ def test_a_stopped_run_goes_on_under_the_same_id_where_it_was(cli, train, tmp_pa
 
 
 @pytest.mark.slow
-def test_one_process_of_several_logs(environment, tmp_path):
+def test_only_one_of_several_processes_logs(environment, tmp_path):
     run = Forks([*TINY, "--save-dir", tmp_path / "run", *named("Recording")], 2, tmp_path / "job", environment)
     assert run.statuses() == [0, 0], run.output
     calls = logged(tmp_path / "run")
@@ -168,14 +168,14 @@ def test_one_process_of_several_logs(environment, tmp_path):
     assert calls[-1]["state"] == "finished"
 
 
-def test_it_is_told_of_a_run_that_is_refused(cli, tmp_path):
+def test_a_logger_is_told_of_a_refused_run(cli, tmp_path):
     status, _, _ = cli(*TINY, "--save-dir", tmp_path, "--lr", 1e38, "--max-grad-norm", 0, *named("Recording"))
     assert status == 2
     assert logged(tmp_path)[-1]["state"] == "refused"
 
 
 @pytest.mark.slow
-def test_each_run_of_several_has_its_own(command, tmp_path):
+def test_each_of_several_runs_has_its_own_tracking_run(command, tmp_path):
     command("main.py", *TINY, "--seeds", 2, "--save-dir", tmp_path, *named("Recording"))
     starts = [logged(tmp_path / name, "start") for name in ("seed-0", "seed-1")]
     assert [len(own) for own in starts] == [1, 1]
@@ -185,7 +185,7 @@ def test_each_run_of_several_has_its_own(command, tmp_path):
 # --- what it does wrong ------------------------------------------------------------------------------------------
 
 
-def test_it_is_ended_also_where_the_disk_is_full(tmp_path, monkeypatch):
+def test_loggers_end_even_if_the_disk_is_full(tmp_path, monkeypatch):
     log = RunLog(logged_run(tmp_path, config={"lr": 0.5}), own=[BackgroundLogger(Recording(), "--logger x")])
 
     def full(state):
@@ -198,7 +198,7 @@ def test_it_is_ended_also_where_the_disk_is_full(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_failure_is_told_once_and_the_rest_goes_on_without_it(method, run_with, tmp_path, capsys):
+def test_a_failing_logger_is_reported_once_and_the_others_continue(method, run_with, tmp_path, capsys):
     run_with(getattr(recording_logger, f"FailsIn{method.title()}")())
     expected = f"--logger x: {method}() failed: ConnectionError: the server is gone; the run continues without it"
     out, err = capsys.readouterr()
@@ -209,7 +209,7 @@ def test_a_failure_is_told_once_and_the_rest_goes_on_without_it(method, run_with
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_one_that_blocks_for_ever_is_left_behind(method, hurried, run_with, tmp_path, capsys):
+def test_a_logger_that_blocks_is_abandoned(method, hurried, run_with, tmp_path, capsys):
     started = time.monotonic()
     longest = run_with(getattr(recording_logger, f"BlocksIn{method.title()}")())
     assert longest < 0.1
@@ -222,7 +222,7 @@ def test_one_that_blocks_for_ever_is_left_behind(method, hurried, run_with, tmp_
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_slow_one_costs_no_step_and_is_waited_for(method, run_with, tmp_path, capsys):
+def test_a_slow_logger_delays_no_step_and_is_awaited_at_the_end(method, run_with, tmp_path, capsys):
     slow = type("Slow", (Recording,), {method: slowly(getattr(Recording, method))})
     assert run_with(slow()) < 0.1
     assert messages(capsys) == []
@@ -239,7 +239,7 @@ def slowly(method):
     return call
 
 
-def test_what_is_dropped_is_the_oldest_and_counted(monkeypatch, run_with, tmp_path, capsys):
+def test_the_oldest_events_are_dropped_and_counted(monkeypatch, run_with, tmp_path, capsys):
     monkeypatch.setattr(background, "MAX_WAITING", 4)
     slow = type("Slow", (Recording,), {"start": slowly(slowly(Recording.start))})
     run_with(slow())
@@ -253,7 +253,7 @@ def test_what_is_dropped_is_the_oldest_and_counted(monkeypatch, run_with, tmp_pa
     assert dropped == "--logger x: fell behind; dropped calls: 7"
 
 
-def test_a_process_ends_whatever_a_logger_holds(environment, tmp_path):
+def test_a_process_exits_although_a_logger_blocks(environment, tmp_path):
     (tmp_path / "holds_on.py").write_text(HOLDS_ON)
     argv = [*TINY, "--save-dir", tmp_path / "run", "--logger", f"{tmp_path / 'holds_on.py'}:HoldsOn"]
     command = [sys.executable, "main.py", *map(str, argv)]
@@ -277,17 +277,17 @@ def test_a_process_ends_whatever_a_logger_holds(environment, tmp_path):
         (f"{FILE}:NeedsMore", "cannot be created: TypeError: "),
     ],
 )
-def test_mistakes_are_refused_before_anything_is_written(value, part, refused, tmp_path):
+def test_errors_are_refused_before_anything_is_written(value, part, refused, tmp_path):
     refused([part], *TINY, "--save-dir", tmp_path / "run", "--logger", value)
     assert not contents(tmp_path)
 
 
-def test_mistakes_are_shown_with_those_of_other_flags(refused, tmp_path):
+def test_errors_are_shown_with_errors_of_other_flags(refused, tmp_path):
     parts = ["--logger x: must be", "--logger no.py:A: there is no file", "--lr 0: must be above 0"]
     refused(parts, *TINY, "--save-dir", tmp_path / "run", "--logger", "x", "no.py:A", "--lr", 0)
 
 
-def test_what_stands_beside_it_does_not_hide_what_others_import(run_here, tmp_path):
+def test_modules_beside_a_logger_do_not_shadow_imports(run_here, tmp_path):
     """A file that is named like a library is told apart from it."""
     (tmp_path / "tensorboard.py").write_text(FILE.read_text())
     run_here(*TINY, "--save-dir", tmp_path / "run", "--logger", f"{tmp_path / 'tensorboard.py'}:Recording")

@@ -137,13 +137,13 @@ def test_examples_are_fixed_samples_in_the_weights_and_precision_of_evaluation(s
     assert run.task.seen["index"] == [0, 1]  # fewer samples than pictures
 
 
-def test_examples_are_computed_under_autocast_where_evaluation_is(showing):
+def test_examples_use_autocast_if_evaluation_does(showing):
     run = run_with("--amp", "bf16")
     log_pictures(run, {"val": {"hits": torch.tensor(3.0)}})
     assert run.task.seen["logits"] == torch.bfloat16
 
 
-def test_every_validation_and_the_test_have_pictures_and_training_does_not_notice(showing, tmp_path, signals_restored):
+def test_pictures_of_validations_do_not_change_training(showing, tmp_path, signals_restored):
     argv = ["--epochs", "5", "--eval-every", "2", "--dropout", "0.3", "--ema-decay", "0.5"]
     train(tmp_path / "shown", "--task", "showing", *argv)
     train(tmp_path / "plain", "--task", WEIGHTED, *argv)
@@ -173,7 +173,7 @@ def test_a_resumed_run_repeats_no_picture_and_loses_none(showing, tmp_path, sign
 
 
 @pytest.mark.slow
-def test_several_processes_draw_once(command, tmp_path):
+def test_several_processes_log_pictures_once(command, tmp_path):
     argv = ["--epochs", 1, "--task", f"{__file__}:Showing", "--save-dir", tmp_path]
     command("main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu", *argv)
     steps = image_steps(tmp_path)
@@ -184,7 +184,7 @@ def test_several_processes_draw_once(command, tmp_path):
 # --- numbers beside them -------------------------------------------------------------------------------------------
 
 
-def test_time_waiting_for_data_is_logged_without_that_of_computing(showing, tmp_path, signals_restored):
+def test_only_time_waiting_for_data_is_logged_as_data_wait(showing, tmp_path, signals_restored):
     train(tmp_path, "--task", "slow", "--epochs", "2", "--delay-s", "0.1")
     logged = events(tmp_path).Scalars("train/data_wait_seconds")
     assert [event.step for event in logged] == [STEPS_PER_EPOCH, 2 * STEPS_PER_EPOCH]
@@ -201,7 +201,7 @@ def hyperparameters(directory):
     return shown, {name: shown.pop(name) for name in list(shown) if name.startswith("best/")}
 
 
-def test_hyperparameters_stand_beside_the_final_scores(tmp_path):
+def test_hyperparameters_are_logged_with_the_final_scores(tmp_path):
     """A run that is trained on with another learning rate shows the one that it ended with."""
     for step, lr in ((10, 0.25), (20, 0.5)):
         config = {"lr": lr, "hidden-dims": (64, 8), "warmup-epochs": None, "no-augmentation": True, "amp": "off"}
@@ -213,7 +213,7 @@ def test_hyperparameters_stand_beside_the_final_scores(tmp_path):
         assert scores == {"best/test/accuracy": lr + 0.25}
 
 
-def test_a_finished_run_has_every_flag_and_a_resumed_one_not_yet(showing, tmp_path, signals_restored):
+def test_only_a_finished_run_records_every_flag(showing, tmp_path, signals_restored):
     train(tmp_path, "--task", "showing", "--epochs", "1", "--width", "8")
     shown, scores = hyperparameters(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())["config"]

@@ -65,7 +65,7 @@ def test_names_with_an_at_sign_reach_tensorboard(written):
     assert records[1]["val/ndcg@10"] == 0.5
 
 
-def test_each_event_is_written_at_once_and_a_full_disk_is_one_exception(tmp_path, capfd):
+def test_events_are_written_at_once_and_a_full_disk_raises_once(tmp_path, capfd):
     log = RunLog(logged_run(tmp_path))
     log.report(1, Position(1), 1.0, BOTH)
     events = EventAccumulator(str(tmp_path / "logs"))
@@ -91,7 +91,7 @@ def test_only_a_segment_with_steps_has_a_speed(tmp_path):
     assert records[1]["samples_per_second"] > 0
 
 
-def test_an_evaluation_within_an_epoch_has_a_row_and_a_record_of_its_own(tmp_path):
+def test_an_evaluation_within_an_epoch_has_its_own_row_and_record(tmp_path):
     log = RunLog(logged_run(tmp_path))
     log.report(5, Position(1, 0, 8), 1.25, TRAIN)
     log.report(8, Position(2), 2.0, TRAIN)

@@ -121,7 +121,7 @@ def wait_for(browser, script, wanted):
     return found
 
 
-def test_curves_appear(address, browser):
+def test_tensorboard_shows_curves(address, browser):
     wanted = {
         "train/learning_rate", "train/grad_norm", "train/samples_per_second", "train/data_wait_seconds", "train/loss",
         "val/accuracy", "val/recall/WALKING", "val/recall/LAYING",
@@ -131,7 +131,7 @@ def test_curves_appear(address, browser):
     wait_for(browser, CARDS_WITH_A_CURVE, wanted)
 
 
-def test_pictures_appear(address, browser):
+def test_pictures_appear_in_tensorboard(address, browser):
     browser.get(f"{address}/#images")
     wanted = {f"{split}/{name}" for split in ("val", "test") for name in ("confusion_matrix", "windows")}
     found = wait_for(browser, SIZES_OF_PICTURES, wanted)

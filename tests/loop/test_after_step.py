@@ -15,7 +15,7 @@ RUN = ["--dtype", "float64", "--num-threads", 1, "--device", "cpu", "--epochs", 
 TWO = ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2]
 
 
-def test_a_teacher_is_that_of_a_bare_loop(run_here, command, tmp_path):
+def test_distillation_matches_a_bare_loop(run_here, command, tmp_path):
     argv = ["--task", f"{FILE}:MeanTeacher", "--global-batch-size", 8]
     run_here(*argv, "--batch-size", 3, *RUN, tmp_path / "one")
     command(*TWO, *argv, "--batch-size", 3, *RUN, tmp_path / "two")
@@ -35,13 +35,13 @@ def test_a_teacher_is_that_of_a_bare_loop(run_here, command, tmp_path):
 
 
 @pytest.mark.parametrize("task", ["Remembering", "MeanTeacher"])
-def test_one_process_goes_on_to_the_bit_from_any_step(task, run_here, tmp_path):
+def test_one_process_resumes_bit_identically_from_any_step(task, run_here, tmp_path):
     argv = ["--task", f"{FILE}:{task}", "--save-every-steps", 1, "--keep-checkpoints", 0, *RUN]
     run_here(*argv, tmp_path / "whole")
     assert_goes_on(lambda directory: run_here(*argv, directory), tmp_path, (1, 3, 5))
 
 
-def test_two_processes_go_on_to_the_bit_and_learn_the_same_without_saves(command, tmp_path):
+def test_two_processes_resume_bit_identically_and_saves_change_nothing(command, tmp_path):
     argv = [*TWO, "--task", f"{FILE}:Remembering", "--keep-checkpoints", 0, *RUN]
     command(*argv, tmp_path / "whole", "--save-every-steps", 1)
     assert_goes_on(lambda directory: command(*argv, directory, "--save-every-steps", 1), tmp_path, (2,))
@@ -59,7 +59,7 @@ def assert_goes_on(train, folder, steps):
         assert_same_bits(load(folder / "whole" / "final.pth"), load(folder / str(i) / "final.pth"))
 
 
-def test_a_step_that_is_left_out_leaves_no_trace_in_buffers(run_here, tmp_path):
+def test_a_skipped_step_leaves_no_trace_in_buffers(run_here, tmp_path):
     """Else a NaN would stay in a running mean for ever."""
     (tmp_path / "poisoned.py").write_text(
         "from tests.helpers.remembering_task import *\n"
@@ -79,12 +79,12 @@ def test_a_step_that_is_left_out_leaves_no_trace_in_buffers(run_here, tmp_path):
     assert bool(state["model"]["mean"].isfinite().all())
 
 
-def test_a_parameter_that_changes_in_the_forward_is_refused(refused, tmp_path):
+def test_a_parameter_that_changes_in_forward_is_refused(refused, tmp_path):
     part = "Eager.forward(batch, 'train') in train mode changes the parameter model.teacher.0.weight, but each"
     refused([part], "--task", f"{FILE}:TooEager", *RUN, tmp_path / "run")
 
 
-def test_every_generator_goes_on_to_the_bit(run_here, tmp_path):
+def test_every_random_generator_resumes_bit_identically(run_here, tmp_path):
     """In a forward, and where the data are divided by one that the task does not seed."""
     (tmp_path / "drawing.py").write_text(
         "import random\n"

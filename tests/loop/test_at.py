@@ -73,7 +73,7 @@ def assert_goes_on(run, argv, folder, cuts):
         assert_same_bits(load(folder / "whole" / "final.pth"), load(folder / str(i) / "final.pth"))
 
 
-def test_what_goes_by_the_run_and_its_scores_is_that_of_a_bare_loop(run_here, environment, tmp_path):
+def test_a_task_that_uses_progress_and_scores_matches_a_bare_loop(run_here, environment, tmp_path):
     argv = [*TOLD, "--save-every-steps", 1, "--keep-checkpoints", 0]
     run_here(*argv, "--save-dir", tmp_path / "whole")
     two, out = ["--multi-gpu", "ddp", *TOLD, "--save-dir", tmp_path / "two"], tmp_path / "out.txt"
@@ -91,7 +91,7 @@ def test_what_goes_by_the_run_and_its_scores_is_that_of_a_bare_loop(run_here, en
     assert_goes_on(run_here, argv, tmp_path, (5, 10))
 
 
-def test_a_plateau_is_torch_s_and_goes_on_to_the_bit(run_here, tmp_path):
+def test_a_plateau_schedule_equals_pytorchs_and_resumes_bit_identically(run_here, tmp_path):
     argv = [*PLATEAU, "--save-every-steps", 1, "--keep-checkpoints", 0]
     run_here(*argv, "--save-dir", tmp_path / "whole")
     model, rate = on_plateau()
@@ -101,7 +101,7 @@ def test_a_plateau_is_torch_s_and_goes_on_to_the_bit(run_here, tmp_path):
     assert_goes_on(run_here, argv, tmp_path, (8, 11))
 
 
-def test_a_plateau_does_not_go_below_the_least_rate(run_here, tmp_path):
+def test_a_plateau_schedule_respects_the_minimum_rate(run_here, tmp_path):
     run_here(*PLATEAU, "--min-lr", 0.15, "--log-interval", 1, "--save-dir", tmp_path)
     rates = [json.loads(line).get("learning_rate") for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {rate for rate in rates if rate is not None} == {0.5, 0.25, 0.15}
@@ -117,6 +117,6 @@ def test_a_plateau_does_not_go_below_the_least_rate(run_here, tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_is_refused(argv, message, run_here, tmp_path):
+def test_invalid_flags_are_refused(argv, message, run_here, tmp_path):
     _, error = run_here(*argv, "--save-dir", tmp_path, status=2)
     assert message in error and "Traceback" not in error

@@ -243,24 +243,24 @@ FEW = tuple((name, 3) for name in ("momentum", "sparse", "own optimizers"))
 
 
 @pytest.mark.parametrize("key", ACCUMULATED, ids=CASES)
-def test_one_device_learns_what_a_bare_loop_learns(key, world):
+def test_one_device_matches_a_bare_loop(key, world):
     check(world(1, ACCUMULATED), *key)
 
 
 @pytest.mark.parametrize("key", FEW, ids=str)
-def test_two_processes_learn_what_a_bare_loop_learns(key, world):
+def test_two_processes_match_a_bare_loop(key, world):
     check(world(2, FEW), *key)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ALL, ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_case_in_every_world(world_size, key, world):
+def test_every_case_at_every_world_size(world_size, key, world):
     check(world(world_size, ALL), *key)
 
 
 @pytest.mark.parametrize("name", ["momentum", "sparse"])
-def test_steps_that_are_not_finite_are_left_out(name, run_here, tmp_path):
+def test_nonfinite_steps_are_skipped(name, run_here, tmp_path):
     """The very first one too, when there are no moments yet."""
     bad = int(EpochOrder(0, 0, 0, NUM_TRAIN).take(0, 1)[0])
     expected = learnt(CASES[name], bad)
@@ -280,7 +280,7 @@ def test_data_parallel_learns_from_sparse_gradients(tmp_path):
     assert difference(load(tmp_path / "last.pth")["model"], learnt(CASES["sparse"]).weights) < 1e-9
 
 
-def test_cases_are_different():
+def test_test_cases_differ():
     """Or some of them would prove nothing."""
     weights = {name: learnt(case).weights for name, case in CASES.items()}
     for name, its in weights.items():

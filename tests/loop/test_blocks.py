@@ -75,7 +75,7 @@ def test_gradients_of_gradients_are_the_same():
     assert_same_bits(*found)
 
 
-def test_recomputing_changes_no_bit(train_ragged, tmp_path):
+def test_recomputing_is_bit_identical(train_ragged, tmp_path):
     """With dropout, batch norm, accumulation and the validation after each epoch."""
     more = ["--grad-accum-steps", 2]
     plain = train_ragged(tmp_path / "plain", *more)
@@ -100,7 +100,7 @@ def test_a_resumed_run_is_identical(flag, train_ragged, tmp_path):
         pytest.param(["--grad-checkpointing"], marks=pytest.mark.slow),
     ],
 )
-def test_compiled_learns_the_same_from_series_of_many_lengths(more, train_ragged, tmp_path):
+def test_compiled_training_matches_eager_for_many_lengths(more, train_ragged, tmp_path):
     from torch._dynamo.utils import counters
 
     same = ["--dtype", "float64", "--dropout", 0, "--batch-size", 1, "--eval-batch-size", 1, "--no-norm"]
@@ -111,7 +111,7 @@ def test_compiled_learns_the_same_from_series_of_many_lengths(more, train_ragged
     assert 0 < counters["stats"]["unique_graphs"] < 12  # of 16 lengths, in training and in evaluation
 
 
-def test_what_cannot_be_done_is_refused(refused, monkeypatch, tmp_path):
+def test_unsupported_uses_of_blocks_are_refused(refused, monkeypatch, tmp_path):
     run = ["--task", RAGGED, *SHORT, "--save-dir", tmp_path / "run"]
     refused(["--grad-checkpointing: `Task.blocks` names no"], *run, "--no-has-blocks", "--grad-checkpointing")
     refused(["use --multi-gpu ddp"], *run, "--compile", "--multi-gpu", "dp", several_devices=True)
@@ -119,7 +119,7 @@ def test_what_cannot_be_done_is_refused(refused, monkeypatch, tmp_path):
     refused(["--compile: torch cannot compile the model: backend='without_a_compiler' raised:"], *run, "--compile")
 
 
-def test_a_gradient_of_a_gradient_of_what_is_compiled_is_refused(refused, monkeypatch, tmp_path):
+def test_double_backward_through_compiled_code_is_refused(refused, monkeypatch, tmp_path):
     monkeypatch.setattr(blocks, "BACKEND", "aot_eager")
     task = f"{ROOT / 'tests' / 'helpers' / 'dropping_task.py'}:Dropping"
     run = ["--task", task, "--projects", "--device", "cpu", "--num-threads", 1, "--save-dir", tmp_path / "run"]
@@ -129,7 +129,7 @@ def test_a_gradient_of_a_gradient_of_what_is_compiled_is_refused(refused, monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--compile", "--grad-checkpointing"])
-def test_two_processes_learn_the_same(flag, command, tmp_path):
+def test_two_processes_have_equal_weights(flag, command, tmp_path):
     found = []
     for world_size, more in ((1, []), (2, [flag])):
         where = ["--save-dir", tmp_path / str(world_size), "--dtype", "float64"]
@@ -168,7 +168,7 @@ def test_the_real_compiler(train_ragged, monkeypatch, tmp_path):
         pytest.param(["--task", "tabular", "--width", "8", "--num-val-tables", "4"], id="nano"),
     ],
 )
-def test_shipped_models_are_recomputed_to_the_bit(argv, run_here, tmp_path):
+def test_shipped_models_are_reproduced_bit_identically(argv, run_here, tmp_path):
     found = []
     for more in ([], ["--grad-checkpointing"]):
         folder = tmp_path / f"run{len(more)}"

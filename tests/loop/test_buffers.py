@@ -78,7 +78,7 @@ class BareLoop:
 
 
 @pytest.mark.parametrize(("world_size", "whole"), [(1, 6), (2, 5), pytest.param(3, 4, marks=pytest.mark.slow)])
-def test_statistics_are_those_of_all_processes(world_size, whole, command, tmp_path):
+def test_statistics_cover_all_processes(world_size, whole, command, tmp_path):
     """Accumulation, unequal shares, and a last step of one sample, of which all other processes have a placeholder."""
     command(*launcher(world_size), *TINY, "--global-batch-size", whole, "--save-dir", tmp_path)
     found, expected = load(tmp_path / "final.pth")["model"], BareLoop(world_size, whole).weights()
@@ -89,7 +89,7 @@ def test_statistics_are_those_of_all_processes(world_size, whole, command, tmp_p
 
 
 @pytest.mark.slow
-def test_goes_on_to_the_bit_from_a_save_that_the_unbroken_run_did_not_make(command, tmp_path):
+def test_resumes_bit_identically_from_an_extra_save(command, tmp_path):
     run = [*launcher(2), *TINY, "--dtype", "float32", "--global-batch-size", 4]
     command(*run, "--save-dir", tmp_path / "whole")
     saving = ["--save-every-steps", 1, "--keep-checkpoints", 0]
@@ -137,7 +137,7 @@ def test_a_placeholder_leaves_no_trace():
         ),
     ],
 )
-def test_a_sample_alone_is_refused_in_one_sentence(more, parts, cli, tmp_path):
+def test_a_single_sample_for_batch_norm_is_refused_in_one_sentence(more, parts, cli, tmp_path):
     status, _, err = cli(*TINY, "--num-steps", 1, *more, "--save-dir", tmp_path)
     assert (status, len(err)) == (2, 1)
     assert all(part in err[0] for part in parts), err
@@ -152,11 +152,11 @@ def test_a_sample_alone_is_refused_in_one_sentence(more, parts, cli, tmp_path):
         ["--num-steps", 1, "--batch-size", 4, "--num-train", 14],
     ],
 )
-def test_others_are_trained_on(more, cli, tmp_path):
+def test_people_who_are_not_held_out_are_trained_on(more, cli, tmp_path):
     assert cli(*TINY, *more, "--save-dir", tmp_path)[0] == 0
 
 
-def test_a_sample_alone_on_a_replica_is_refused(tmp_path):
+def test_a_single_sample_on_a_replica_is_refused(tmp_path):
     for num_train, is_refused in ((16, False), (15, True)):
         argv = [*TINY, "--num-steps", 1, "--num-train", num_train, "--save-dir", tmp_path / str(num_train)]
         flags, problems = parse([*map(str, argv)], several_devices=False)
@@ -176,7 +176,7 @@ def test_a_sample_alone_on_a_replica_is_refused(tmp_path):
     [(1, 9, 4, True), (1, 10, 4, False), (2, 3, 4, True), (2, 5, 4, False), (2, 8, 3, True), (2, 9, 4, True),
      (3, 2, 2, True), (3, 12, 2, False), (3, 14, 4, True), (3, 16, 5, True), (3, 16, 6, False)],
 )  # fmt: skip
-def test_a_sample_alone_is_found_on_any_rank(world_size, whole, micro_batch_size, expected):
+def test_a_single_sample_is_detected_on_any_rank(world_size, whole, micro_batch_size, expected):
     strategy = SingleDevice(torch.device("cpu"))
     strategy.group.world_size = world_size
     assert leaves_a_single_sample(strategy, whole, micro_batch_size) == expected

@@ -188,7 +188,7 @@ BEFORE_TRAINING = {
 
 
 @pytest.mark.parametrize(("task", "message"), BEFORE_TRAINING.values(), ids=BEFORE_TRAINING)
-def test_what_the_start_can_see_is_refused_before_training(task, message, refused, tmp_path, monkeypatch):
+def test_errors_visible_at_the_start_are_refused_before_training(task, message, refused, tmp_path, monkeypatch):
     monkeypatch.setitem(TASKS, "broken", task)
     refused([message], *TINY, "--task", "broken", "--save-dir", tmp_path / "run")
     assert not contents(tmp_path, REFUSAL)
@@ -203,7 +203,7 @@ LATER = {
 
 
 @pytest.mark.parametrize(("sums", "message"), LATER.values(), ids=LATER)
-def test_what_a_later_batch_returns_is_refused_with_the_steps_before_it_saved(
+def test_a_bad_result_of_a_later_batch_is_refused_after_saving_earlier_steps(
     sums, message, refused, tmp_path, monkeypatch
 ):
     calls = iter(range(100))
@@ -253,6 +253,6 @@ AFTER_AN_EPOCH = {
 
 
 @pytest.mark.parametrize(("task", "message"), AFTER_AN_EPOCH.values(), ids=AFTER_AN_EPOCH)
-def test_what_only_scores_show_is_one_sentence_too(task, message, refused, tmp_path, monkeypatch):
+def test_errors_shown_only_by_scores_are_one_sentence(task, message, refused, tmp_path, monkeypatch):
     monkeypatch.setitem(TASKS, "broken", task)
     refused([message], *TINY, "--task", "broken", "--save-dir", tmp_path / "run")

@@ -13,7 +13,7 @@ def reference(history, decay):
     return average
 
 
-def test_a_phase_averages_what_it_trains_at_its_own_pace():
+def test_a_phase_averages_its_own_weights_at_its_own_rate():
     model = nn.ModuleDict({"gen": nn.Linear(1, 1), "disc": nn.Linear(1, 1)})
     average = ExponentialMovingAverage(model, 0.9)
     history = {name: [part.weight.detach().clone()] for name, part in model.items()}

@@ -28,7 +28,7 @@ def assert_close(one, other):
         ("Bucketed", 3),
     ],
 )
-def test_is_the_same_on_two_processes_and_after_a_resume_anywhere(task, stride, run_here, command, tmp_path):
+def test_a_plateau_schedule_is_equal_on_two_processes_and_after_any_resume(task, stride, run_here, command, tmp_path):
     argv = ["--task", f"{FILE}:{task}", *RUN, "--global-batch-size", 12]
     run_here(*argv, "--save-dir", tmp_path / "whole")
     expected = final(tmp_path / "whole")
@@ -83,14 +83,14 @@ def test_every_sample_of_an_order_is_trained_on_once(received):
         assert all(len(index) <= 5 for index in batches)
 
 
-def test_a_short_epoch_takes_other_samples_each_time(received):
+def test_short_epochs_use_different_samples(received):
     epochs = [set(np.concatenate(batches)) for batches in received("Part", "--batch-size", 7)]
     assert [len(samples) for samples in epochs] == [40, 40, 40]
     assert all(max(samples) > 40 for samples in epochs)
     assert len(set.union(*epochs)) > 60
 
 
-def test_an_order_of_the_task_s_own_leaves_nothing_out(run_here, tmp_path):
+def test_a_custom_order_skips_no_sample(run_here, tmp_path):
     argv = ["--task", f"{FILE}:Bucketed", *RUN, "--batch-size", 5, "--save-dir", tmp_path, "--drop-last"]
     _, err = run_here(*argv, status=2)
     assert "--drop-last: Bucketed.order('train') makes the batches" in err

@@ -90,7 +90,7 @@ def assert_learnt_as(loop, folder):
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
 @pytest.mark.parametrize("kind", SOUND)
-def test_one_process_learns_what_a_bare_loop_learns(kind, run_here, tmp_path):
+def test_one_process_matches_a_bare_loop(kind, run_here, tmp_path):
     run_here(*of(kind), "--batch-size", 3, "--save-dir", tmp_path)
     assert_learnt_as(BareLoop(kind, 1, 3), tmp_path)
 
@@ -104,7 +104,7 @@ def test_one_process_learns_what_a_bare_loop_learns(kind, run_here, tmp_path):
         for kind in SOUND
     ],
 )
-def test_two_processes_learn_what_a_bare_loop_learns(form, kind, train_two, tmp_path):
+def test_two_processes_match_a_bare_loop(form, kind, train_two, tmp_path):
     """With accumulation, and a placeholder in the last step of an epoch, of 3 and 2 samples."""
     size = 4 if "BatchNorm" in kind else 2  # which refuses a sample alone
     train_two(form, tmp_path / "run", *of(kind), "--batch-size", size)
@@ -131,7 +131,7 @@ IN_BRIEF = ("SpectralNorm", "Scaled", "Quantised", "Counting")
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in IN_BRIEF)) for kind in CHANGING]
 )
-def test_recomputing_changes_no_bit(kind, run_here, tmp_path):
+def test_recomputing_is_bit_identical(kind, run_here, tmp_path):
     for more in ([], ["--grad-checkpointing"]):
         run_here(*of(kind), "--batch-size", 3, *more, "--save-dir", tmp_path / str(len(more)))
     assert_same_bits(*(load(tmp_path / name / "final.pth") for name in "01"))
@@ -139,13 +139,13 @@ def test_recomputing_changes_no_bit(kind, run_here, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", CHANGING)
-def test_recomputing_changes_no_bit_on_two_processes(kind, train_two, tmp_path):
+def test_recomputing_is_bit_identical_on_two_processes(kind, train_two, tmp_path):
     for more in ([], ["--grad-checkpointing"]):
         train_two("ddp", tmp_path / str(len(more)), *of(kind), "--batch-size", 2, *more)
     assert_same_bits(*(load(tmp_path / name / "final.pth") for name in "01"))
 
 
-def test_a_change_that_the_first_forward_did_not_show_is_refused(refused, tmp_path):
+def test_a_change_after_the_first_forward_pass_is_refused(refused, tmp_path):
     part = "--grad-checkpointing: forward passes change model.0.1.scale, which the first forward pass did not change"
     refused([part], *of("LateScaled"), "--grad-checkpointing", "--save-dir", tmp_path)
 
@@ -161,7 +161,7 @@ def cut(folder, num_entries):
     cut_back(folder / "whole", entries[:num_entries], folder / "resumed")
 
 
-def test_buffers_that_are_not_persistent_go_on_to_the_bit(run_here, tmp_path):
+def test_nonpersistent_buffers_resume_bit_identically(run_here, tmp_path):
     run_here(*of("ScaledLocally"), *EVERY, "--save-dir", tmp_path / "whole")
     cut(tmp_path, 2)
     run_here(*of("ScaledLocally"), *EVERY, "--save-dir", tmp_path / "resumed")
@@ -173,7 +173,7 @@ def test_buffers_that_are_not_persistent_go_on_to_the_bit(run_here, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(set(SOUND) - {"Counting", "Rotary", "Standardised"}))
-def test_two_processes_go_on_to_the_bit(kind, train_two, tmp_path):
+def test_two_processes_resume_bit_identically(kind, train_two, tmp_path):
     argv = [*of(kind), *EVERY, "--batch-size", 4 if "BatchNorm" in kind else 2]
     train_two("ddp", tmp_path / "whole", *argv)
     cut(tmp_path, 2)
@@ -181,7 +181,7 @@ def test_two_processes_go_on_to_the_bit(kind, train_two, tmp_path):
     assert_same_bits(*(load(tmp_path / name / "final.pth") for name in ("whole", "resumed")))
 
 
-def test_a_checkpoint_without_them_still_resumes(run_here, tmp_path):
+def test_a_checkpoint_without_other_buffers_still_resumes(run_here, tmp_path):
     run_here(*of("ScaledLocally"), *EVERY, "--epochs", 1, "--save-dir", tmp_path / "run")
     state = load(tmp_path / "run" / "final.pth")
     del state["other_buffers"]
@@ -200,14 +200,14 @@ def test_a_persistent_buffer_that_grows_is_refused_before_training(refused, tmp_
     refused([part], *of("PersistentTable"), "--save-dir", tmp_path / "run")
 
 
-def test_one_that_grows_later_is_refused_at_that_step(refused, tmp_path):
+def test_a_buffer_that_grows_later_is_refused_at_that_step(refused, tmp_path):
     part = "ShapedObjective.forward changes the shape of the persistent buffer model.0.1.table from (1, 5) to (2, 5)"
     refused([part], *of("LatePersistentTable"), "--save-every-steps", 1, "--save-dir", tmp_path)
     assert load(tmp_path / "last.pth")["step"] == 3
 
 
 @pytest.mark.parametrize("form", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_on_all_ranks(form, train_two, tmp_path):
+def test_the_error_is_raised_on_all_ranks(form, train_two, tmp_path):
     """One that grows by one row on rank 0, and by two on rank 1."""
     argv = [*of("LatePersistentTable"), "--save-every-steps", 1]
     output = train_two(form, tmp_path / "run", *argv, statuses=(2, 2))
@@ -217,14 +217,14 @@ def test_on_all_ranks(form, train_two, tmp_path):
 
 
 @pytest.mark.slow
-def test_one_that_is_larger_on_another_rank_is_refused_before_it_is_sent(train_two, tmp_path):
+def test_a_buffer_that_is_larger_on_another_rank_is_refused_before_sending(train_two, tmp_path):
     output = train_two("ddp", tmp_path / "run", *of("EvaluatedTable"), statuses=(2, 2))
     (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
     kinds = "float64 of shape (2, 5) on rank 1 and float64 of shape (1, 5) on rank 0"
     assert f"model.0.1.table is {kinds}; build the same model on all ranks" in error
 
 
-def test_what_checkpoints_do_not_hold_is_told_by_name(run_here, tmp_path):
+def test_state_missing_in_checkpoints_is_reported_by_name(run_here, tmp_path):
     out = run_here(*of("Counting"), "--save-dir", tmp_path / "run").out
     names = ", ".join(f"model.0.1.{name}" for name in ("calls", "last", "names", "mean", "history", "by_size", "pair"))
     assert f"Forward passes change plain attributes: {names}. Checkpoints lack these attributes" in out

@@ -29,7 +29,7 @@ def bare(num_epochs):
     return student.state_dict()
 
 
-def test_a_teacher_helps_on_one_process_and_beside_a_model_in_parts(run_here, environment, tmp_path):
+def test_a_teacher_works_on_one_process_and_beside_a_sharded_model(run_here, environment, tmp_path):
     run_here(*DISTIL, tmp_path / "one", "--epochs", 2)
     argv = ["--multi-gpu", "fsdp", *DISTIL, tmp_path / "two", "--epochs", 2]
     assert forks.run_group(argv, 2, environment, tmp_path / "out.txt") == [0, 0], (tmp_path / "out.txt").read_text()
@@ -41,7 +41,7 @@ def test_a_teacher_helps_on_one_process_and_beside_a_model_in_parts(run_here, en
     assert isinstance(load_model(tmp_path / "one", task=Distil), nn.Linear)
 
 
-def test_a_run_that_goes_on_with_another_teacher_says_so(run_here, tmp_path, monkeypatch):
+def test_a_run_resumed_with_another_teacher_warns(run_here, tmp_path, monkeypatch):
     run_here(*DISTIL, tmp_path, "--epochs", 1)
     out, _ = run_here(*DISTIL, tmp_path, "--epochs", 2)
     assert "helper" not in out.partition("\nNext: ")[0]
@@ -50,7 +50,7 @@ def test_a_run_that_goes_on_with_another_teacher_says_so(run_here, tmp_path, mon
     assert "Changed since the checkpoint: the helper teacher" in out
 
 
-def test_helpers_go_where_the_objective_goes_and_stay_frozen_in_eval_mode():
+def test_helpers_follow_the_device_and_stay_frozen_in_eval_mode():
     objective = Distilling(nn.Linear(4, 2), helpers={"teacher": teacher()}).double().train()
     its = objective.helpers["teacher"]
     assert not its.training and not any(module.training for module in its.modules())
@@ -60,6 +60,6 @@ def test_helpers_go_where_the_objective_goes_and_stay_frozen_in_eval_mode():
     assert next(objective.to("meta").helpers["teacher"].parameters()).is_meta
 
 
-def test_helpers_that_cannot_be_are_refused(run_here, tmp_path):
+def test_invalid_helpers_are_refused(run_here, tmp_path):
     _, error = run_here("--task", f"{FILE}:Tied", *RUN, tmp_path, status=2)
     assert "the helper 'teacher' shares parameters with the model, but helpers are frozen; pass a copy" in error

@@ -197,7 +197,7 @@ def test_a_step_is_one_graph_over_its_forwards(world_size, case, world):
         assert_same_bits(load(place / "final.pth"), load(again(place) / "final.pth"))
 
 
-def test_without_dropout_it_is_the_whole_batch(run_here, tmp_path):
+def test_without_dropout_replicas_equal_the_whole_batch(run_here, tmp_path):
     """Metrics of training too, whatever the micro-batches are."""
     for size in (12, 5):
         run_here(*Case("Joint", size).flags, "--save-dir", tmp_path / str(size))
@@ -208,7 +208,7 @@ def test_without_dropout_it_is_the_whole_batch(run_here, tmp_path):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_several_processes_cannot_do_is_refused(name, world):
+def test_features_of_one_process_are_refused_on_several(name, world):
     printed = "".join((world(2) / f"rank{rank}.txt").read_text() for rank in (0, 1))
     assert REFUSED[name][2] in printed
     assert "Traceback" not in printed
@@ -229,7 +229,7 @@ def test_what_several_processes_cannot_do_is_refused(name, world):
         ("NoRows", [], "Summed.outputs: 'e' must have one row per sample (2), but is ()"),
     ],
 )
-def test_what_it_cannot_be_combined_with_is_refused(task, more, message, cli, tmp_path):
+def test_unsupported_combinations_are_refused(task, more, message, cli, tmp_path):
     size = 3 if "--parts" in more else 12
     status, _, err = cli(*Case(task, size).flags, *more, "--dtype", "float32", "--save-dir", tmp_path)
     assert status == 2
@@ -242,7 +242,7 @@ def test_data_parallel_is_refused(task, tmp_path):
         train_on_replicas(ReplicasOnCpu(2), tmp_path, *map(str, Case(task, 12).flags[:6]))
 
 
-def test_batch_norms_are_named_and_nothing_else(cli, tmp_path):
+def test_only_batch_norms_are_named(cli, tmp_path):
     _, out, _ = cli(*Case("Joint", 4, 30, norm=True).flags, "--save-dir", tmp_path / "norm")
     assert "joint_loss gets all rows of a step, but batch norms (model.norm) see only the samples of one" in out
     _, out, _ = cli(*Case("Joint", 4).flags, "--save-dir", tmp_path / "none")
@@ -251,7 +251,7 @@ def test_batch_norms_are_named_and_nothing_else(cli, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_mean_in_the_place_of_a_sum_is_named(name, cli, tmp_path, monkeypatch):
+def test_a_mean_returned_instead_of_a_sum_is_named(name, cli, tmp_path, monkeypatch):
     task_type = getattr(joint_task, name)
     objective = task_type.objective
 
@@ -296,12 +296,12 @@ def test_evaluation_has_the_rows_of_each_batch(cli, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Joint", "Gathers"])
-def test_check_task_says_that_it_cannot_tell(name, cli):
+def test_check_task_says_what_it_cannot_check(name, cli):
     _, out, _ = cli("--task", f"{FILE}:{name}", "--check-task", "--num-threads", 1, "--device", "cpu")
     assert "The loss couples samples by design, so its dependence on batch splits is not checked." in out
 
 
-def test_outside_of_a_step_gather_returns_its_rows():
+def test_gather_outside_of_a_step_returns_its_rows():
     rows = torch.randn(3, 2, requires_grad=True)
     gathered = trainer.gather(rows)
     assert gathered.rows is rows

@@ -49,7 +49,7 @@ def steps_of_host(num_steps, device):
         (10, (3, False)),
     ],
 )
-def test_the_step_that_the_device_has_done(num_passed, expected):
+def test_the_last_step_completed_by_the_device(num_passed, expected):
     """Between the mark before its optimizer and the one after it nothing is known."""
     device = Device()
     last = steps_of_host(3, device)
@@ -58,7 +58,7 @@ def test_the_step_that_the_device_has_done(num_passed, expected):
     assert (found and (found[0].progress.step, found[1])) == expected
 
 
-def test_steps_that_are_done_are_forgotten():
+def test_completed_steps_are_forgotten():
     device = Device()
     device.num_passed = 10**9
     last = steps_of_host(100, device)
@@ -66,7 +66,7 @@ def test_steps_that_are_done_are_forgotten():
     assert last.find()[0].progress.step == 100
 
 
-def test_a_failure_within_the_optimizer_leaves_nothing():
+def test_a_failure_within_the_optimizer_leaves_no_trace():
     last = steps_of_host(2, DeviceQueue())
     last.at("forward")
     assert last.find()[1]
@@ -74,13 +74,13 @@ def test_a_failure_within_the_optimizer_leaves_nothing():
     assert last.find() is None
 
 
-def test_before_training_nothing_is_known():
+def test_before_training_no_progress_is_known():
     assert LastStep(DeviceQueue()).find() is None
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and -m cuda")
-def test_a_gpu_that_waits(monkeypatch):
+def test_a_gpu_that_waits_for_its_host(monkeypatch):
     """Behind a kernel that takes a second, as behind an exchange that never ends."""
     monkeypatch.setattr(rescue, "DRAINS_WITHIN_S", 0.05)
     last, progress = LastStep(CudaQueue(torch.device("cuda", 0))), Progress()

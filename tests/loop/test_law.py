@@ -166,37 +166,37 @@ def remarks_of(task_type, *more):
 
 @pytest.mark.parametrize("precision", [[], ["--dtype", "float64"], ["--amp", "bf16"]], ids=["float32", "64", "bf16"])
 @pytest.mark.parametrize("task_type", FINE.values(), ids=FINE)
-def test_sums_pass_without_a_word(task_type, precision):
+def test_correct_sums_cause_no_warning(task_type, precision):
     assert remarks_of(task_type, *precision) == []
 
 
 @pytest.mark.parametrize(("task_type", "place", "reason"), REFUSED.values(), ids=REFUSED)
-def test_means_and_samples_among_sums_are_refused(task_type, place, reason):
+def test_means_and_per_sample_values_among_sums_are_refused(task_type, place, reason):
     with pytest.raises(UserError) as error:
         remarks_of(task_type)
     assert place in str(error.value) and reason in str(error.value)
 
 
 @pytest.mark.parametrize(("task_type", "place", "reason"), NAMED.values(), ids=NAMED)
-def test_what_depends_on_the_batch_is_named_once_for_each_mode(task_type, place, reason):
+def test_batch_dependence_is_reported_once_per_mode(task_type, place, reason):
     found = remarks_of(task_type)
     assert len(found) == 2
     assert place in found[0] and reason in found[0] and "in eval mode" in found[1]
 
 
-def test_a_loss_that_couples_on_purpose_is_left_alone(monkeypatch):
+def test_a_declared_coupled_loss_is_not_refused(monkeypatch):
     task_type = job(coupled)
     monkeypatch.setattr(task_type.objective, "coupled", True)
     assert remarks_of(task_type) == []
 
 
-def test_what_takes_long_is_left_out(monkeypatch):
+def test_slow_checks_are_skipped(monkeypatch):
     for name in ("SHARE_OF_START", "LEAST_S"):
         monkeypatch.setattr(f"trainer.loop.law.{name}", 0.0)
     assert remarks_of(job(mean)) == []
 
 
-def test_a_start_refuses_a_mean_and_a_resumed_run_is_not_asked_again(tmp_path):
+def test_a_mean_is_refused_at_the_start_but_not_at_a_resume(tmp_path):
     settings = {"save_dir": tmp_path, "max_steps": 2, "device": "cpu", "num_threads": 1}
     with pytest.raises(UserError, match="as if it were a mean"):
         trainer.fit(job(mean), **settings)

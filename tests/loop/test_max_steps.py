@@ -88,7 +88,7 @@ def test_warm_up_in_steps_and_epochs(flags, warmup, run_here, tmp_path):
     assert rates == pytest.approx([LR * lr_factor(n + 0.5, warmup, 8, 0.0) for n in range(8)], rel=1e-12)
 
 
-def test_a_warm_up_longer_than_the_run(refused, tmp_path):
+def test_warm_up_longer_than_the_run(refused, tmp_path):
     run = [*RUN, "--max-steps", 8, "--save-dir", tmp_path]
     refused(["--warmup-steps 9: exceeds the 8 steps of the run; lower the warm-up or raise --max-steps"],
             *run, "--warmup-steps", 9)  # fmt: skip
@@ -98,7 +98,7 @@ def test_a_warm_up_longer_than_the_run(refused, tmp_path):
             *run, "--config", tmp_path / "long.toml")  # fmt: skip
 
 
-def test_a_task_s_own_schedule_is_told_the_steps(run_here, tmp_path):
+def test_a_tasks_schedule_gets_the_number_of_steps(run_here, tmp_path):
     task = f"{ROOT / 'tests' / 'helpers' / 'token_task.py'}:OwnSchedule"
     argv = ["--task", task, "--lr", 0.5, "--max-steps", 7, "--log-interval", 1, "--batch-size", 64]
     run_here(*argv, "--num-threads", 1, "--save-dir", tmp_path)
@@ -106,7 +106,7 @@ def test_a_task_s_own_schedule_is_told_the_steps(run_here, tmp_path):
     assert rates == [0.5 * (1 - step / 7) for step in range(7)]
 
 
-def test_goes_on_when_it_may_be_longer_and_ends_when_it_is_longer_already(run_here, tmp_path):
+def test_a_changed_limit_extends_or_ends_the_run(run_here, tmp_path):
     def train(max_steps):
         return run_here(*RUN, "--max-steps", max_steps, "--save-every-steps", 4, "--save-dir", tmp_path)[0]
 
@@ -126,7 +126,7 @@ def test_goes_on_when_it_may_be_longer_and_ends_when_it_is_longer_already(run_he
 
 
 @pytest.mark.parametrize("length", [["--epochs", 3], ["--max-steps", 13]])
-def test_evaluations_come_every_so_many_steps_and_change_nothing(length, run_here, tmp_path):
+def test_evaluations_every_n_steps_do_not_change_training(length, run_here, tmp_path):
     """Augmentation, dropout, an average of the weights, and the sums of an epoch in parts."""
     run = [*RUN, *length, "--dropout", 0.2, "--ema-decay", 0.9]
     run_here(*run, "--save-dir", tmp_path / "plain")
@@ -155,7 +155,7 @@ def test_evaluations_come_every_so_many_steps_and_change_nothing(length, run_her
 
 
 @pytest.mark.parametrize("more", [[], ["--eval-every-steps", 4]])
-def test_goes_on_from_any_checkpoint_to_the_bit(more, run_here, tmp_path):
+def test_resumes_bit_identically_from_any_checkpoint(more, run_here, tmp_path):
     """The records of what comes after it are dropped, and made again."""
     argv = [*RUN, "--max-steps", 9, *more, "--save-every-steps", 1, "--dropout", 0.2]
     whole = tmp_path / "whole"
@@ -169,9 +169,7 @@ def test_goes_on_from_any_checkpoint_to_the_bit(more, run_here, tmp_path):
 
 
 @pytest.mark.parametrize(("interval", "forward", "step"), [(3, 2, 3), (5, 2, 5), (3, 8, 6), (3, 13, 9)])
-def test_stopped_in_an_evaluation_it_is_made_before_the_next_step(
-    interval, forward, step, run_here, monkeypatch, tmp_path
-):
+def test_an_interrupted_evaluation_runs_before_the_next_step(interval, forward, step, run_here, monkeypatch, tmp_path):
     """Within an epoch, at the end of one, the second, and the last."""
     file = tmp_path / f"interrupted_{os.getpid()}_{interval}_{forward}.py"
     file.write_text(INTERRUPTED)
@@ -192,7 +190,7 @@ def test_stopped_in_an_evaluation_it_is_made_before_the_next_step(
     assert_same_run(tmp_path / "whole", run)
 
 
-def test_patience_counts_evaluations_within_epochs(run_here, tmp_path):
+def test_patience_counts_evaluations_within_an_epoch(run_here, tmp_path):
     """A learning rate of almost nothing: the first one is the best for ever."""
     argv = [*RUN, "--lr", 1e-30, "--epochs", 9, "--eval-every-steps", 2, "--early-stopping-patience"]
     run_here(*argv, 2, "--save-dir", tmp_path)
@@ -212,7 +210,7 @@ def test_the_best_within_an_epoch_is_found_without_the_manifest(run_here, tmp_pa
     assert load(tmp_path / "best.pth")["step"] == 3
 
 
-def test_going_back_forgets_a_later_best_of_the_same_epoch(run_here, tmp_path):
+def test_going_back_discards_a_later_best_of_the_same_epoch(run_here, tmp_path):
     argv = [*RUN, "--lr", 0.1, "--max-steps", 4, "--eval-every-steps", 1]
     run_here(*argv, "--save-dir", tmp_path)
     best = [entry["step"] for entry in entries_of(tmp_path) if entry["best"]]
@@ -222,7 +220,7 @@ def test_going_back_forgets_a_later_best_of_the_same_epoch(run_here, tmp_path):
     assert load(tmp_path / "best.pth")["step"] == best[0]
 
 
-def test_the_best_within_an_epoch_comes_along_to_another_folder(run_here, tmp_path):
+def test_the_best_within_an_epoch_is_copied_to_another_folder(run_here, tmp_path):
     argv = [*RUN, "--lr", 1e-30, "--max-steps", 4, "--eval-every-steps", 2]
     run_here(*argv, "--save-dir", tmp_path / "old")
     for last, expected in (("best.pth", 1), ("last.pth", 2)):
@@ -236,7 +234,7 @@ def test_the_best_within_an_epoch_comes_along_to_another_folder(run_here, tmp_pa
 # --- before the first step ---------------------------------------------------------------------------------------
 
 
-def test_weights_that_training_spoils_are_kept(run_here, tmp_path):
+def test_nonfinite_weights_do_not_replace_saved_weights(run_here, tmp_path):
     """And training itself is the same with and without the evaluation before it."""
     run_here(*RUN, "--epochs", 6, "--save-dir", tmp_path / "good")
     good = tmp_path / "good" / "best.pth"
@@ -250,7 +248,7 @@ def test_weights_that_training_spoils_are_kept(run_here, tmp_path):
     assert results_of(tmp_path / "start")["metrics"] == results_of(tmp_path / "good")["metrics"]
 
 
-def test_goes_on_after_the_evaluation_before_the_first_step(run_here, tmp_path):
+def test_resumes_after_the_evaluation_before_the_first_step(run_here, tmp_path):
     argv = [*RUN, "--lr", 0.1, "--epochs", 2, "--eval-start"]
     run_here(*argv, "--save-dir", tmp_path / "whole")
     cut_back(tmp_path / "whole", entries_of(tmp_path / "whole")[:1], tmp_path / "again")
@@ -290,7 +288,7 @@ def a_minute_per_step(monkeypatch):
     return clock
 
 
-def test_saves_by_the_clock(a_minute_per_step, run_here, tmp_path):
+def test_checkpoints_are_saved_by_the_clock(a_minute_per_step, run_here, tmp_path):
     """A request takes two more steps, and counts from the last save of any kind."""
     argv = [*RUN, "--max-steps", 19]
     run_here(*argv, "--save-dir", tmp_path / "plain")
@@ -303,7 +301,7 @@ def test_saves_by_the_clock(a_minute_per_step, run_here, tmp_path):
         assert_same_run(tmp_path / "plain", tmp_path / name)
 
 
-def test_pauses_when_the_time_is_up(a_minute_per_step, run_here, tmp_path):
+def test_a_run_pauses_at_its_time_limit(a_minute_per_step, run_here, tmp_path):
     argv, run = [*RUN, "--max-steps", 12], tmp_path / "run"
     run_here(*argv, "--save-dir", tmp_path / "plain")
 
@@ -327,7 +325,7 @@ def test_pauses_when_the_time_is_up(a_minute_per_step, run_here, tmp_path):
     assert_same_run(tmp_path / "plain", run)
 
 
-def test_what_comes_before_training_takes_none_of_its_time(a_minute_per_step, run_here, monkeypatch, tmp_path):
+def test_work_before_training_does_not_use_up_its_time(a_minute_per_step, run_here, monkeypatch, tmp_path):
     """Such as compiling, and finding out what fits into memory; at a start, and when a run goes on."""
 
     def open_slowly(*args):
@@ -342,7 +340,7 @@ def test_what_comes_before_training_takes_none_of_its_time(a_minute_per_step, ru
     assert [entry["step"] for entry in entries_of(tmp_path)] == [4, 5, 7]
 
 
-def test_a_kill_gives_no_new_time_and_the_end_is_scored_however_late(a_minute_per_step, run_here, tmp_path):
+def test_a_kill_does_not_extend_the_time_limit_and_the_end_is_scored(a_minute_per_step, run_here, tmp_path):
     argv = [*RUN, "--max-steps", 9, "--save-every-steps", 2, "--max-minutes"]
     run_here(*argv, 9, "--save-dir", tmp_path / "whole")
     assert results_of(tmp_path / "whole")["step"] == 9

@@ -64,7 +64,7 @@ def small(tmp_path_factory, cache_dir):
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_step_is_redone_in_smaller_parts(where, num_workers, small, run_here, tmp_path, monkeypatch):
+def test_a_step_is_redone_in_smaller_micro_batches(where, num_workers, small, run_here, tmp_path, monkeypatch):
     """From the sixth forward on, when the step already has the gradients of its first micro-batch."""
     directory = tmp_path / "run"
     monkeypatch.setenv("LOCKSTEP_RECORD", str(tmp_path))
@@ -86,7 +86,7 @@ def test_a_step_is_redone_in_smaller_parts(where, num_workers, small, run_here, 
         assert len(received) == 101 + num_redone
 
 
-def test_halved_until_it_fits_in_uneven_parts(small, run_here, tmp_path):
+def test_micro_batches_are_halved_until_they_fit(small, run_here, tmp_path):
     """12 -> 6 -> 3 -> 2 -> 1."""
     out, _ = run_here(*TINY, "--batch-size", 12, "--fit", 1, "--save-dir", tmp_path)
     assert re.findall(r"with (\d+) samples per forward pass: retrying with (\d+)", out) == [
@@ -95,7 +95,7 @@ def test_halved_until_it_fits_in_uneven_parts(small, run_here, tmp_path):
     assert_same_learning(tmp_path, small)
 
 
-def test_running_statistics_are_put_back(run_here, tmp_path):
+def test_running_statistics_are_restored(run_here, tmp_path):
     """They change in the forward, before the backward finds no room."""
     args = [*TINY, "--batch-norm", "--epochs", 1]
     run_here(*args, "--batch-size", 3, "--save-dir", tmp_path / "small")
@@ -105,7 +105,7 @@ def test_running_statistics_are_put_back(run_here, tmp_path):
     assert_same_bits({"model": small["model"]}, {"model": tight["model"]})
 
 
-def test_what_was_learnt_is_remembered(run_here, tmp_path):
+def test_a_found_memory_limit_is_remembered(run_here, tmp_path):
     """By the next start, unless it asks for another batch size."""
     args = [*TINY, "--batch-size", 12, "--save-dir", tmp_path]
     run_here(*args, "--fit", 3)
@@ -132,7 +132,7 @@ def test_a_single_sample_that_does_not_fit_is_refused(run_here, tmp_path):
     )
 
 
-def test_an_evaluation_that_finds_no_room_says_what_to_take(run_here, tmp_path):
+def test_an_evaluation_out_of_memory_says_which_flag_to_lower(run_here, tmp_path):
     args = [*TINY, "--batch-size", 3, "--fit-eval", 2, "--save-dir", tmp_path]
     _, err = run_here(*args, "--eval-batch-size", 7, status=2)
     assert "out of memory in evaluation" in err and "with 7 samples per forward pass: use --eval-batch-size 4" in err
@@ -140,7 +140,7 @@ def test_an_evaluation_that_finds_no_room_says_what_to_take(run_here, tmp_path):
     assert "Resuming after optimizer step" in out
 
 
-def test_recut_keeps_every_sample_once_and_its_weight():
+def test_regrouping_keeps_every_sample_once_with_its_weight():
     batch = {"x": torch.arange(7), "weight": torch.tensor([1.0, 2, 0, 0, 5, 6, 7])}
     placeholder = WeightedBatch({"x": torch.tensor([9]), "weight": torch.zeros(1)}, 0.0, num_samples=0)
     window = [WeightedBatch(batch, 21.0, num_samples=7), placeholder]
@@ -171,7 +171,7 @@ IN_A_GROUP = ["--batch-size", 6, "--fit", 3, "--tight-rank", 1, "--roomy-forward
 
 
 @pytest.mark.slow
-def test_a_group_starts_itself_again(small, command, tmp_path):
+def test_a_self_launched_group_restarts(small, command, tmp_path):
     """Rank 1 runs out of memory in its fifth step. `--fresh` holds for the first start."""
     directory = tmp_path / "run"
     (directory / "logs").mkdir(parents=True)
@@ -189,7 +189,7 @@ def test_a_group_starts_itself_again(small, command, tmp_path):
 
 
 @pytest.mark.slow
-def test_torchrun_starts_a_group_again(small, command, tmp_path):
+def test_torchrun_restarts_a_group(small, command, tmp_path):
     start = torchrun(2)
     start.insert(-3, "--max-restarts=2")
     done = command(*start, *TINY, *IN_A_GROUP, "--tight-in", "backward", "--save-dir", tmp_path)
@@ -235,7 +235,7 @@ def test_a_dry_run_finds_the_size_and_leaves_nothing_behind(tmp_path):
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call",
     ],
 )
-def test_libraries_that_find_no_room_count(message, tmp_path, monkeypatch):
+def test_out_of_memory_errors_of_libraries_are_recognised(message, tmp_path, monkeypatch):
     """Their errors are plain RuntimeErrors; any other one is what it is."""
     run = built(SingleDevice(CPU), tmp_path, "--batch-size", "12")
     forward = type(run.learner.objective).forward
@@ -268,7 +268,7 @@ def test_the_last_epoch_is_tried(tmp_path, monkeypatch):
     assert set(epochs) == {6}
 
 
-def test_a_later_phase_is_halved_though_the_first_has_a_single_sample(tmp_path, monkeypatch):
+def test_a_later_phase_is_split_although_the_first_has_a_single_sample(tmp_path, monkeypatch):
     """Its largest micro-batch is twice that of the first phase, and one sample of it fits."""
     argv = ["--task", "tests/helpers/phased_task.py:Shared", "--batch-size", "1", "--dtype", "float64"]
     flags, problems = parse([*argv, "--device", "cpu", "--save-dir", str(tmp_path)], several_devices=False)
@@ -320,7 +320,7 @@ def a_batch(run, sample):
 
 
 @pytest.mark.parametrize("fails_early", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_dry_run_ends_alike_on_every_rank(fails_early, tmp_path):
+def test_a_dry_run_ends_equally_on_every_rank(fails_early, tmp_path):
     """And leaves the exchange of gradients as it was. Nobody waits for a rank that finds no room before its forward."""
     folder_of_world(functools.partial(dry_run_in_process, fails_early=fails_early), 2, tmp_path)
     first, second = (load(tmp_path / f"rank{rank}") for rank in range(2))
@@ -351,13 +351,13 @@ def test_the_longest_histories_are_tried(cache_dir):
         '{"device": "cpu", "asked_batch_size": 16, "batch_size": 4}',
     ],
 )  # fmt: skip
-def test_a_limit_of_something_else_does_not_count(content, tmp_path):
+def test_a_memory_limit_of_other_settings_is_ignored(content, tmp_path):
     (tmp_path / MEMORY).write_text(content)
     unknown = MemoryLimit("cpu", asked_batch_size=8)
     assert unknown.remembered(tmp_path) == unknown
 
 
-def test_a_limit_counts_where_it_was_found(tmp_path):
+def test_a_memory_limit_is_remembered_for_its_settings(tmp_path):
     """Also in what an older version wrote, with sizes of evaluations."""
     found = '{"device": "cpu", "asked_batch_size": 8, "asked_eval_batch_size": null, "batch_size": 4}'
     (tmp_path / MEMORY).write_text(found)

@@ -91,7 +91,7 @@ def state_of(module):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_told_and_put_back(name):
+def test_a_changed_setting_is_reported_and_restored(name):
     module = Everything()
     before = state_of(module)
     with leaving_no_trace(module) as changes:
@@ -112,7 +112,7 @@ SHOWN_ALONE = {
 
 
 @pytest.mark.parametrize("name", CHANGES | SHOWN_ALONE)
-def test_an_outline_shows_what_is_replaced(name):
+def test_an_outline_marks_replaced_tensors(name):
     module = Everything()
     before = outline(module)
     assert list(before.items()) == list(outline(module).items())
@@ -136,7 +136,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_tensors_of_odd_kinds(name):
+def test_unusual_kinds_of_tensors(name):
     module = nn.Linear(2, 2)
     module.register_buffer("buffer", ODD[name])
     module.attribute = [ODD[name]]
@@ -147,7 +147,7 @@ def test_tensors_of_odd_kinds(name):
     assert module.buffer is ODD[name] and module.attribute[0] is ODD[name]
 
 
-def test_two_names_of_one_tensor():
+def test_one_tensor_with_two_names():
     module = Everything()
     with leaving_no_trace(module) as changes:
         module.tensor.add_(1)
@@ -165,7 +165,7 @@ def test_two_names_of_one_tensor():
         ("numpy", lambda m: m.numpy.random()),
     ],
 )
-def test_what_cannot_be_put_back_is_told(name, change):
+def test_changes_that_cannot_be_undone_are_reported(name, change):
     module = Everything()
     with leaving_no_trace(module) as changes:
         change(module)
@@ -177,7 +177,7 @@ def test_what_cannot_be_put_back_is_told(name, change):
     assert f"objects that cannot be restored: {name} ({type(getattr(module, name)).__name__})." in line
 
 
-def test_caches_of_other_objects_and_equal_values_are_no_change():
+def test_equal_values_and_caches_of_other_objects_are_no_change():
     module = Everything()
     with leaving_no_trace(module) as changes:
         module.meter.cache = 1
@@ -185,7 +185,7 @@ def test_caches_of_other_objects_and_equal_values_are_no_change():
         assert changes() == []
 
 
-def test_an_error_within_puts_back_too():
+def test_settings_are_restored_after_an_error():
     module = Everything()
     before = state_of(module)
     with pytest.raises(ZeroDivisionError), leaving_no_trace(module):
@@ -195,7 +195,7 @@ def test_an_error_within_puts_back_too():
 
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`:FutureWarning")
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_a_measurement_leaves_models_as_they_were(kind):
+def test_a_measurement_does_not_change_models(kind):
     model = build(kind)
     before = model.state_dict(), [*WholeState(model).entries]
     copies = {name: value.clone() for name, value in before[0].items()}
@@ -208,7 +208,7 @@ def test_a_measurement_leaves_models_as_they_were(kind):
     assert all(one[2] is other[2] for one, other in zip(before[1], after, strict=True))
 
 
-def test_a_list_of_parameters_is_left_to_who_keeps_it_up_to_date():
+def test_lists_of_parameters_that_pytorch_updates_are_left_alone():
     module = nn.LSTM(2, 2)
     with leaving_no_trace(module) as changes:
         module.weight_ih_l0 = nn.Parameter(torch.zeros(8, 2))
@@ -276,7 +276,7 @@ def test_torchscript_that_replaces_a_buffer_is_refused():
     assert not model.mean.any()
 
 
-def test_persistent_buffers():
+def test_persistent_buffers_are_saved():
     assert persistent_buffers(Everything()).keys() == {"buffer"}
 
 
@@ -306,7 +306,7 @@ def test_a_placeholder_leaves_no_trace_in_buffers_and_its_backward_reads_its_own
     assert all(id(after[name]) == key and torch.equal(after[name], value) for name, (key, value) in before.items())
 
 
-def test_a_placeholder_counts_as_a_forward():
+def test_a_placeholder_counts_as_a_forward_pass():
     model, state = learnt("Counting")
     counting = model[0][1]
     with state.unchanged():
@@ -316,7 +316,7 @@ def test_a_placeholder_counts_as_a_forward():
 
 
 @pytest.mark.parametrize("kind", ["Scaled", "ScaledLocally", "Queued", "Counting", "Rotary", "LargestSeen"])
-def test_a_step_that_is_left_out_leaves_no_trace(kind):
+def test_a_skipped_step_leaves_no_trace(kind):
     model, state = learnt(kind)
     before = [described(vars(each)) for each in model[0][1].modules()]
     for _ in range(2):
@@ -328,7 +328,7 @@ def test_a_step_that_is_left_out_leaves_no_trace(kind):
 
 @pytest.mark.parametrize("kind", ["Scaled", "ScaledLocally", "Queued", "LargestSeen", "Counting"])
 @pytest.mark.parametrize("applied", [True, False])
-def test_the_device_decides_about_tensors(applied, kind):
+def test_the_device_of_tensors_decides(applied, kind):
     model, state = learnt(kind)
     layer = model[0][1]
     tensors = [name for name, value in [*vars(layer).items(), *layer._buffers.items()] if torch.is_tensor(value)]
@@ -342,7 +342,7 @@ def test_the_device_decides_about_tensors(applied, kind):
         assert torch.equal(getattr(layer, name), changed[name] if applied else before[name])
 
 
-def test_lists_of_weights_that_torch_keeps_are_not_the_users():
+def test_pytorchs_own_lists_of_weights_are_ignored():
     """FSDP replaces the weights before each forward pass, and LSTM updates the lists by itself."""
     lstm = nn.LSTM(2, 3)
     before = outline(lstm)

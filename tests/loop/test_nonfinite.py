@@ -105,7 +105,7 @@ def assert_same_run(directory, other, skipped):
 
 
 @pytest.mark.parametrize("poison", POISONS)
-def test_stop_names_the_step_and_saves_nothing_of_it(poison, trained):
+def test_on_nonfinite_stop_names_the_step_and_does_not_save_it(poison, trained):
     directory, _, error = trained("run", *POISONED, "--poison", poison, status=2)
     assert len(error.splitlines()) == 1
     samples = samples_of(BATCH)
@@ -120,7 +120,7 @@ def test_stop_names_the_step_and_saves_nothing_of_it(poison, trained):
 
 
 @pytest.mark.parametrize("poison", POISONS)
-def test_the_run_goes_on_as_if_the_batch_had_never_been(poison, trained, without_the_batch):
+def test_a_skipped_batch_leaves_no_trace_in_the_run(poison, trained, without_the_batch):
     directory, output, _ = trained("run", *POISONED, "--poison", poison, "--on-nonfinite", "skip")
     assert_same_run(directory, without_the_batch(), skipped=1)
     lines = [line for line in output.splitlines() if NOT_FINITE in line]
@@ -129,7 +129,7 @@ def test_the_run_goes_on_as_if_the_batch_had_never_been(poison, trained, without
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
-def test_a_host_that_learns_of_it_late_does_the_same(policy, trained, without_the_batch, monkeypatch):
+def test_an_overflow_seen_late_by_the_host_changes_nothing(policy, trained, without_the_batch, monkeypatch):
     """As on a GPU, with nothing that makes it wait before the end of the epoch."""
     monkeypatch.setattr("trainer.loop.outcomes.queue_of", lambda device: DeviceQueue(GROUP_SIZE))
     more = ("--save-every-steps", 0, "--log-interval", 1000)
@@ -142,7 +142,7 @@ def test_a_host_that_learns_of_it_late_does_the_same(policy, trained, without_th
         assert_same_run(directory, without_the_batch(more=more), skipped=1)
 
 
-def test_data_parallel_leaves_the_step_out_too(tmp_path):
+def test_data_parallel_skips_the_step_too(tmp_path):
     """One replica alone meets the poison. No dropout: threads would draw from one generator by turns."""
     runs = {
         "run": (*POISONED, "--poison", "flat_loss", "--on-nonfinite", "skip"),
@@ -162,7 +162,7 @@ def test_running_statistics_of_a_skipped_step_are_undone(trained, without_the_ba
     assert_same_run(directory, without_the_batch(more=more), skipped=1)
 
 
-def test_stops_and_starts_do_not_keep_it_from_giving_up(trained, tmp_path):
+def test_restarts_do_not_reset_the_limit_of_failures(trained, tmp_path):
     directory, _, _ = trained("run", *ALL_BAD, "--on-nonfinite", "skip", status=2)
     entries = json.loads((directory / "manifest.json").read_text())["checkpoints"]
     known = next(i for i, entry in enumerate(entries) if entry["step"] >= 30)
@@ -172,7 +172,7 @@ def test_stops_and_starts_do_not_keep_it_from_giving_up(trained, tmp_path):
     assert "the 100 steps before it were not finite either" in error
 
 
-def test_a_resumed_run_counts_on(trained, without_the_batch, tmp_path):
+def test_a_resumed_run_continues_counting(trained, without_the_batch, tmp_path):
     """As after a kill right behind the first checkpoint that knows of the bad batch."""
     directory, _, _ = trained("run", *POISONED, "--on-nonfinite", "skip")
     entries = json.loads((directory / "manifest.json").read_text())["checkpoints"]
@@ -184,7 +184,7 @@ def test_a_resumed_run_counts_on(trained, without_the_batch, tmp_path):
     assert_same_run(killed, without_the_batch(), skipped=1)
 
 
-def test_weights_that_overflow_are_not_saved(trained):
+def test_overflowed_weights_are_not_saved(trained):
     """The loss and its gradient are finite, but not what the step makes of the weights."""
     directory, _, error = trained("run", "--lr", 1e39, "--epochs", 1, "--global-batch-size", 101, status=2)
     assert "non-finite values in " in error and " after optimizer step 1" in error
@@ -227,7 +227,7 @@ def in_world(tmp_path):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.slow
-def test_one_rank_meets_the_poison_and_all_agree(world_size, in_world, tmp_path):
+def test_a_nonfinite_step_on_one_rank_is_skipped_on_all(world_size, in_world, tmp_path):
     cases = [("skip", poison) for poison in POISONS]
     runs = {"other": ("--poison", "absent", "--poisoned", shown(samples_of(BATCH)))}
     for policy, poison in [*cases, ("stop", "flat_loss")]:
@@ -251,7 +251,7 @@ def test_one_rank_meets_the_poison_and_all_agree(world_size, in_world, tmp_path)
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_bad_loss_poisons_a_finite_gradient_and_a_good_one_changes_no_bit(bad, dtype):
+def test_a_nan_loss_poisons_gradients_and_a_finite_loss_changes_no_bit(bad, dtype):
     precision = Precision("off", dtype, CPU)
     torch.manual_seed(0)
     weight = torch.randn(50, dtype=dtype, requires_grad=True)
@@ -268,7 +268,7 @@ def test_a_bad_loss_poisons_a_finite_gradient_and_a_good_one_changes_no_bit(bad,
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
-def test_a_step_that_is_not_finite_changes_neither_weights_nor_moments(max_grad_norm):
+def test_a_nonfinite_step_changes_neither_weights_nor_moments(max_grad_norm):
     torch.manual_seed(0)
     weights = [torch.randn(5, requires_grad=True), torch.randn(3, requires_grad=True)]
     optimizer = torch.optim.AdamW(weights, fused=True)
@@ -294,7 +294,7 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_moments(max_grad_
     assert not any(torch.equal(a, b) for a, b in zip(everything(), before, strict=True))
 
 
-def test_an_update_that_broke_off_is_made_once_more():
+def test_an_interrupted_update_is_repeated():
     precision = Precision("fp16", torch.float32, CPU)
     weight = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
@@ -308,7 +308,7 @@ def test_an_update_that_broke_off_is_made_once_more():
     assert precision.scaler.get_scale() == 65536
 
 
-def test_overflow_in_half_precision_is_the_scale_s_fault_until_its_floor():
+def test_overflow_lowers_the_loss_scale_to_its_minimum():
     precision = Precision("fp16", torch.float32, CPU)
     weight = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.AdamW([weight], fused=True)
@@ -330,7 +330,7 @@ def test_overflow_in_half_precision_is_the_scale_s_fault_until_its_floor():
     assert not torch.equal(weight, torch.ones(2))
 
 
-def test_a_norm_that_alone_overflows_is_no_fault_of_the_scale():
+def test_an_overflowing_norm_does_not_lower_the_loss_scale():
     """Of finite gradients: a lower scale would change nothing."""
     precision = Precision("fp16", torch.float32, CPU)
     weight = torch.ones(4, requires_grad=True)
@@ -343,7 +343,7 @@ def test_a_norm_that_alone_overflows_is_no_fault_of_the_scale():
     assert torch.equal(weight, torch.ones(4))
 
 
-def test_a_step_without_gradients_asks_nothing_of_the_scaler():
+def test_a_step_without_gradients_does_not_use_the_scaler():
     """As of a loss that needs none of what its phase trains."""
     precision = Precision("fp16", torch.float32, CPU)
     weight = torch.ones(2, requires_grad=True)
@@ -355,7 +355,7 @@ def test_a_step_without_gradients_asks_nothing_of_the_scaler():
     assert precision.step([optimizer], [weight], 1.0).applied
 
 
-def test_sums_of_steps_that_do_not_count_are_left_out():
+def test_sums_exclude_placeholder_steps():
     """More than are folded at once, of several shapes and types."""
     totals, expected = Totals(), Totals()
     for i in range(150):
@@ -389,7 +389,7 @@ class Skips(SilentLog):
 
 
 @pytest.mark.parametrize("lag", [0, GROUP_SIZE])
-def test_every_alarm_is_told_once_and_in_order(lag, monkeypatch):
+def test_every_alarm_is_reported_once_and_in_order(lag, monkeypatch):
     monkeypatch.setattr("trainer.loop.outcomes.queue_of", lambda device: DeviceQueue(lag))
     outcomes, progress, log = StepOutcomes(SingleDevice(CPU), ["train"], "skip", ""), Progress(), Skips()
     bad = [1, 31, 32, 70, 99]

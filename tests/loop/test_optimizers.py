@@ -63,7 +63,7 @@ def our_momentum_sgd(*args, **settings):
     ],
     ids=["adamw", "adam", "sgd"],
 )
-def test_same_bits_and_the_same_hooks(torchs, plain, hook):
+def test_flat_gradients_are_bit_identical_and_call_hooks(torchs, plain, hook):
     expected, ours = trained(torchs, 5, hook), trained(plain, 5, hook)
     assert torch.equal(ours[0], expected[0])
     assert ours[2] == expected[2] and len(ours[2]) == (5 if hook else 0)
@@ -104,7 +104,7 @@ def test_optimizers_pickle(kind):
     loaded.step()
 
 
-def test_a_backward_tells_its_threads_the_settings_of_the_compiler():
+def test_backward_threads_inherit_compiler_settings():
     """As loss.backward() does: a hook sees the context that torch keeps for the threads of devices."""
     seen = []
     for backward in (torch.Tensor.backward, lambda loss: Precision("off", loss.dtype, loss.device).backward(loss, 1.0)):
@@ -136,7 +136,7 @@ def names_trained(optimizer, model):
     return [names[p] for group in optimizer.param_groups for p in group["params"]]
 
 
-def test_sparse_embeddings_are_sparse_adams():
+def test_sparse_embeddings_use_sparse_adam():
     (dense, sparse), model = built(Sparse, betas=(0.5, 0.6), eps=1e-3)
     assert isinstance(dense, torch.optim.AdamW) and isinstance(sparse, torch.optim.SparseAdam)
     assert names_trained(sparse, model) == ["embedding.weight"]
@@ -145,7 +145,7 @@ def test_sparse_embeddings_are_sparse_adams():
         assert all((group["betas"], group["eps"]) == ((0.5, 0.6), 1e-3) for group in optimizer.param_groups)
 
 
-def test_sparse_embeddings_of_a_phase_that_waits_are_sparse_adams():
+def test_sparse_embeddings_of_an_inactive_phase_use_sparse_adam():
     """They are frozen while other phases train."""
     task = Sparse(TokenFlags(), seed=0, cache_dir=None)
     objective, learning = task.build_objective(), LearningFlags()
@@ -168,7 +168,7 @@ def test_muon_trains_hidden_matrices_and_adamw_the_rest():
 
 
 @needs_muon
-def test_muon_takes_the_matrices_of_the_blocks_that_a_task_names():
+def test_muon_trains_the_matrices_of_named_blocks():
     class Blocks(Tokens):
         def blocks(self, model):
             return [model.head]
@@ -184,7 +184,7 @@ def test_muon_needs_a_hidden_matrix():
 
 
 @needs_muon
-def test_a_step_of_muon_is_torchs():
+def test_a_muon_step_equals_pytorchs():
     """In float64, to the bit: the same gradients, the same products in bfloat16."""
     (muon, adamw), model = built(Tokens, optimizer="muon")
     _, twin = built(Tokens)
@@ -285,14 +285,14 @@ def own(make):
         (own(lambda groups, lr: [WithoutRate(groups, {})]), {}, 'WithoutRate has a group without "lr"'),
     ],
 )  # fmt: skip
-def test_a_mistake_of_a_task_is_named_with_its_method(task_type, flags, message):
+def test_an_error_of_a_task_names_its_method(task_type, flags, message):
     with pytest.raises(UserError) as raised:
         built(task_type, **flags)
     assert message in str(raised.value)
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_nccl_carries_no_sparse_gradients():
+def test_nccl_refuses_sparse_gradients():
     group = Group([torch.device("cpu")])
     group.backend = "nccl"
     strategy = Replicated(group)
@@ -302,7 +302,7 @@ def test_nccl_carries_no_sparse_gradients():
         strategy.place(lambda: nn.Sequential(nn.Embedding(2, 2, sparse=True)), lambda model: [], lambda objective: None)
 
 
-def test_weight_decay_of_zero_lets_sparse_embeddings_stay_with_the_others():
+def test_without_weight_decay_sparse_embeddings_share_the_optimizer():
     task_type = with_groups(lambda model: [{"params": model.parameters()}])
     optimizers, _ = built(task_type, weight_decay=0.0)
     assert [len(optimizer.param_groups[0]["params"]) for optimizer in optimizers] == [4, 1]
@@ -311,7 +311,7 @@ def test_weight_decay_of_zero_lets_sparse_embeddings_stay_with_the_others():
 # --- steps -------------------------------------------------------------------------------------------------------
 
 
-def test_momentum_starts_at_zero_although_the_first_step_is_left_out(monkeypatch):
+def test_momentum_starts_at_zero_although_the_first_step_is_skipped(monkeypatch):
     """As on a GPU, where the fused kernel leaves it out; fresh memory is NaN here, and may be anything elsewhere."""
     torch.use_deterministic_algorithms(True)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
@@ -354,7 +354,7 @@ def test_a_sparse_gradient_is_clipped_by_the_norm_of_its_rows(step, max_grad_nor
 
 
 @pytest.mark.parametrize("bad", [False, True])
-def test_on_a_device_an_optimizer_without_fused_kernels_is_not_called_for_a_bad_gradient(bad):
+def test_an_unfused_optimizer_is_not_called_for_a_nonfinite_gradient(bad):
     weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizers = [torch.optim.AdamW(weights[:1], fused=True), torch.optim.RMSprop(weights[1:])]
     for weight in weights:
@@ -383,7 +383,7 @@ def test_the_gradient_scaler_unscales_what_each_optimizer_trains():
     ("flags", "moments"),
     [({}, 2), ({"optimizer": "adam"}, 2), ({"optimizer": "sgd"}, 0), ({"optimizer": "sgd", "momentum": 0.9}, 1)],
 )
-def test_estimated_moments_are_those_that_there_are_after_a_step(flags, moments):
+def test_estimated_optimizer_memory_equals_measured_memory(flags, moments):
     optimizers, model = built(Tokens, **flags)
     estimated = moments_of(optimizers)
     assert len(estimated) == moments * len(list(model.parameters()))
@@ -397,6 +397,6 @@ def test_estimated_moments_are_those_that_there_are_after_a_step(flags, moments)
 
 
 @needs_muon
-def test_muon_keeps_one_moment():
+def test_muon_keeps_one_moment_per_weight():
     (muon, adamw), _ = built(Tokens, optimizer="muon")
     assert (len(moments_of([muon])), len(moments_of([adamw]))) == (1, 8)

@@ -76,7 +76,7 @@ def keeping(run_here, monkeypatch):
     return train
 
 
-def test_goes_on_to_the_bit_from_any_step(keeping, tmp_path):
+def test_resumes_bit_identically_from_any_step(keeping, tmp_path):
     whole = keeping(tmp_path / "whole", 6)
     for steps in ([2], [1, 3, 5]):
         for max_steps in (*steps, 6):
@@ -85,7 +85,7 @@ def test_goes_on_to_the_bit_from_any_step(keeping, tmp_path):
         assert found["optimizers"]["train"][0]["num_steps"] == 6
 
 
-def test_what_it_keeps_has_its_own_types_after_a_resume(run_here, monkeypatch, tmp_path):
+def test_optimizer_state_keeps_its_dtypes_after_a_resume(run_here, monkeypatch, tmp_path):
     own = {
         "build_optimizers": lambda self, phase, groups, lr: [OtherTypes([{"params": g["params"]} for g in groups], lr)]
     }
@@ -100,7 +100,7 @@ def test_what_it_keeps_has_its_own_types_after_a_resume(run_here, monkeypatch, t
     assert [kept[name].dtype for name in ("sum", "count", "seen")] == [torch.float32, torch.int32, torch.bool]
 
 
-def test_settings_are_those_of_the_task_nonetheless(keeping, tmp_path):
+def test_settings_still_come_from_the_task(keeping, tmp_path):
     keeping(tmp_path, 3, power=1.0)
     (group, _) = keeping(tmp_path, 4, power=0.5)["optimizers"]["train"][0]["param_groups"]
     assert (group["power"], group["k"]) == (0.5, 4)
@@ -123,12 +123,12 @@ class Broken(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("optimizer_type", [NeedsClosure, CallsClosure])
-def test_one_that_needs_the_loss_itself_is_refused_at_the_first_step(optimizer_type):
+def test_an_optimizer_that_needs_a_closure_is_refused_at_the_first_step(optimizer_type):
     optimizer = optimizer_type([torch.zeros(1)])
     with pytest.raises(UserError, match=f"^the optimizer {optimizer_type.__name__} needs a closure that evaluates"):
         take_step(optimizer)
 
 
-def test_other_mistakes_keep_their_traceback():
+def test_errors_in_task_code_keep_their_traceback():
     with pytest.raises(RuntimeError, match=r"^a mistake$"):
         take_step(Broken([torch.zeros(1)]))

@@ -55,7 +55,7 @@ def expected_scores(model, split, num=7):
         pytest.param(3, 100, [], marks=pytest.mark.slow),
     ],
 )
-def test_area_under_curve_of_a_run_is_that_of_all_samples(world_size, eval_batch_size, more, command, tmp_path):
+def test_a_runs_auc_covers_all_samples(world_size, eval_batch_size, more, command, tmp_path):
     seen = tmp_path / "seen"
     seen.mkdir()
     run = [*launcher(world_size), *RUN, *more, "--device", "cpu", "--batch-size", 2, "--eval-batch-size"]
@@ -83,7 +83,7 @@ def test_eval_only_scores_them_on_all_devices(run_here, command, tmp_path):
     assert re.findall(r"auc[ =]+([\d.]+)", out)[-1] == f"{metrics['test/auc']:.4f}"
 
 
-def test_an_ensemble_is_scored_by_them(command, tmp_path):
+def test_an_ensemble_is_scored_per_sample(command, tmp_path):
     command("main.py", *RUN, "--device", "cpu", "--seeds", 2, "--save-dir", tmp_path)
     models = [load(path)["model"] for path in sorted(tmp_path.glob("*/best.pth"))]
     scores = np.mean([expected_scores(model, "test")[0] for model in models], axis=0)
@@ -104,7 +104,7 @@ def evaluated(strategy, *argv, change=lambda run: None):
 
 @pytest.mark.parametrize("num_replicas", [2, 3])
 @pytest.mark.parametrize("eval_batch_size", [1, 2, 5])
-def test_those_of_replicas_are_put_behind_each_other(num_replicas, eval_batch_size):
+def test_outputs_of_replicas_are_concatenated(num_replicas, eval_batch_size):
     argv = ("--eval-batch-size", str(eval_batch_size))
     run, sums = evaluated(ReplicasOnCpu(num_replicas), *argv)
     _, expected = evaluated(SingleDevice(CPU))
@@ -112,7 +112,7 @@ def test_those_of_replicas_are_put_behind_each_other(num_replicas, eval_batch_si
     torch.testing.assert_close(sums, expected, rtol=1e-12, atol=0)
 
 
-def test_samples_without_loss_terms_count_too():
+def test_samples_without_loss_terms_are_counted():
     """A batch of weight 0 is not a placeholder's for that."""
 
     def weightless(run):
@@ -128,7 +128,7 @@ def test_samples_without_loss_terms_count_too():
     assert torch.equal(sums["label"], expected["label"])
 
 
-def test_nothing_but_outputs_per_sample():
+def test_only_outputs_per_sample_are_evaluated():
     def only(run):
         forward = run.learner.objective.forward
         run.learner.objective.forward = lambda batch: {"score": forward(batch)["score"]}
@@ -138,7 +138,7 @@ def test_nothing_but_outputs_per_sample():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool])
-def test_their_type_stays(dtype):
+def test_per_sample_outputs_keep_their_dtype(dtype):
     outputs = PerSampleOutputs()
     for index in ([2, 0], [1]):
         outputs.add(torch.tensor(index), {"x": PerSample(torch.tensor(index).to(dtype)), "sum": torch.tensor(1)})
@@ -147,7 +147,7 @@ def test_their_type_stays(dtype):
     assert torch.equal(x, torch.arange(3).to(dtype))
 
 
-def test_a_slice_does_not_keep_the_whole():
+def test_a_saved_slice_does_not_keep_the_whole_tensor():
     outputs = PerSampleOutputs()
     outputs.add(torch.arange(5), {"x": PerSample(torch.zeros(5, 1000)[:, :1])})
     assert outputs._parts[0]["x"].untyped_storage().nbytes() == 20
@@ -156,7 +156,7 @@ def test_a_slice_does_not_keep_the_whole():
 # --- mistakes of a task's author ---------------------------------------------------------------------------------
 
 
-def test_rows_must_be_those_of_the_batch():
+def test_rows_must_match_the_batch():
     for values in (torch.zeros(2, 3), torch.tensor(1.0)):
         outputs = PerSampleOutputs()
         outputs.add(torch.arange(3), {"x": PerSample(values)})
@@ -164,12 +164,12 @@ def test_rows_must_be_those_of_the_batch():
             outputs.gathered(SingleDevice(CPU).group, 3)
 
 
-def test_rows_must_be_alike():
+def test_rows_must_have_equal_shapes():
     with pytest.raises(UserError, match=r"PerSample 'x': .* rows of shape \(3,\) \(torch.*\) and of \(4,\) "):
         joined([{"x": torch.zeros(2, 3)}, {"x": torch.zeros(2, 4)}])
 
 
-def test_all_batches_must_have_the_same_ones():
+def test_all_batches_must_have_the_same_columns():
     """Without it those of the first batch would count, or the samples of the others would be missed."""
     rows, nothing = {"x": PerSample(torch.zeros(2))}, {"sum": torch.tensor(1)}
     for first, second in ((rows, nothing), (nothing, rows), (rows, rows | {"y": PerSample(torch.zeros(2))})):
@@ -179,7 +179,7 @@ def test_all_batches_must_have_the_same_ones():
             outputs.add(torch.arange(2), second)
 
 
-def test_the_name_of_the_number_of_loss_terms_is_taken():
+def test_the_metric_name_weight_is_reserved():
     def weighs(run):
         forward = run.learner.objective.forward
         run.learner.objective.forward = lambda batch: forward(batch) | {"weight": torch.tensor(1.0)}
@@ -194,7 +194,7 @@ def test_index_must_name_every_sample():
         in_order([share], 3)
 
 
-def test_training_takes_sums_alone(refused, monkeypatch, tmp_path):
+def test_training_metrics_must_be_sums(refused, monkeypatch, tmp_path):
     class AlwaysPerSample(Scored):
         def build_objective(self):
             objective = super().build_objective()

@@ -121,7 +121,7 @@ def difference(directory, weights):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("batch_size", [6, 2])
-def test_one_device_learns_what_a_bare_loop_does(case, batch_size, run_here, tmp_path):
+def test_one_device_matches_a_bare_loop(case, batch_size, run_here, tmp_path):
     run_here(*argv_of(case), "--batch-size", batch_size, "--save-dir", tmp_path)
     assert difference(tmp_path, BareLoop(case).weights()) < 1e-9
 
@@ -133,7 +133,7 @@ def test_one_device_learns_what_a_bare_loop_does(case, batch_size, run_here, tmp
         for case, world, size in product(CASES, (2, 3), (6, 1, 2))
     ],
 )
-def test_several_processes_learn_what_a_bare_loop_does(case, world, batch_size, command, tmp_path):
+def test_several_processes_match_a_bare_loop(case, world, batch_size, command, tmp_path):
     several = ["--multi-gpu", "ddp", "--nproc", world, "--device", "cpu", "--batch-size", batch_size]
     command("main_multi_gpu.py", *argv_of(case), *several, "--save-dir", tmp_path)
     assert difference(tmp_path, BareLoop(case).weights()) < 1e-9
@@ -142,7 +142,7 @@ def test_several_processes_learn_what_a_bare_loop_does(case, world, batch_size, 
 # Not 3, which is a turn of the GAN: all would begin in the same phase.
 @pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", ["gan, two steps of one", "one after another"])
-def test_resumes_in_the_middle_of_every_phase_to_the_bit(case, stride, run_here, tmp_path):
+def test_resumes_bit_identically_in_the_middle_of_every_phase(case, stride, run_here, tmp_path):
     whole = tmp_path / "whole"
     run_here(*argv_of(case), "--batch-size", 2, "--save-every-steps", 1, "--keep-checkpoints", 0, "--save-dir", whole)
     expected = torch.load(whole / "final.pth", weights_only=True)
@@ -163,7 +163,7 @@ def test_resumes_in_the_middle_of_every_phase_to_the_bit(case, stride, run_here,
 
 
 @pytest.mark.parametrize(("case", "max_steps"), [("gan, two steps of one", 17), ("one after another", 12)])
-def test_a_run_in_steps_ends_within_a_turn_or_a_phase(case, max_steps, run_here, tmp_path):
+def test_a_run_limited_in_steps_ends_within_a_turn_or_phase(case, max_steps, run_here, tmp_path):
     """In the second epoch; with evaluations on the way, and again from each of its steps."""
     length = ["--max-steps", max_steps, "--eval-every-steps", 3, "--batch-size", 2]
     argv = [*without_epochs(argv_of(case)), *length, "--save-every-steps", 1, "--keep-checkpoints", 0]
@@ -191,7 +191,7 @@ def test_a_resume_says_how_much_of_the_epoch_is_done(run_here, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_learn_a_run_in_steps(command, tmp_path):
+def test_two_processes_train_a_run_limited_in_steps(command, tmp_path):
     argv = [*without_epochs(argv_of("gan")), "--max-steps", 13, "--eval-every-steps", 5, "--batch-size", 2]
     several = ["--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu"]
     command("main_multi_gpu.py", *argv, *several, "--save-dir", tmp_path)

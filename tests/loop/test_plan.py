@@ -23,12 +23,12 @@ def test_global_batches_cover_the_rest_of_an_epoch():
 @pytest.mark.parametrize(
     ("eval_every", "validated"), [(1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6, 7]), (7, [7]), (100, [7])]
 )
-def test_validation_after_every_so_many_epochs_and_the_last(eval_every, validated):
+def test_validation_runs_every_n_epochs_and_after_the_last(eval_every, validated):
     plan = plan_of(7, 10, eval_every=eval_every)
     assert [epoch for epoch in range(1, 8) if plan.validates_after(epoch, 3 * epoch)] == validated
 
 
-def test_a_run_in_steps_ends_within_an_epoch():
+def test_a_run_limited_in_steps_ends_within_an_epoch():
     plan = plan_of(None, 10, max_steps=4)
     steps = [list(plan.rest_of_epoch(Position(epoch), 3 * epoch)) for epoch in range(3)]
     assert [(step.start, step.end) for step in steps[0] + steps[1]] == [(0, 4), (4, 8), (8, 10), (0, 4)]
@@ -37,7 +37,7 @@ def test_a_run_in_steps_ends_within_an_epoch():
     assert not plan.is_end_of_epoch(steps[1][0].after) and plan.is_end_of_epoch(steps[0][-1].after)
 
 
-def test_validation_every_so_many_steps_and_at_the_end():
+def test_validation_runs_every_n_steps_and_at_the_end():
     plan = plan_of(2, 10, eval_every=None, eval_every_steps=4)
     assert [n for n in range(7) if plan.reports_after(n)] == [0, 4]
     assert [plan.validates_after(*at) for at in ((1, 3), (1, 4), (2, 6))] == [False, True, True]
@@ -46,7 +46,7 @@ def test_validation_every_so_many_steps_and_at_the_end():
     assert not plan_of(None, 10, eval_every=None, max_steps=8).validates_after(2, 8)
 
 
-def test_progress_counts_samples_over_phases():
+def test_progress_counts_samples_of_all_phases():
     plan = plan_of(2, 30, 10, global_batch_size=8)
     assert plan.epochs_done(Position()) == 0
     assert plan.epochs_done(Position(0, 0, 20)) == 0.5
@@ -56,14 +56,14 @@ def test_progress_counts_samples_over_phases():
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4, 7, 64])
 @pytest.mark.parametrize("global_batch_size", [1, 12, 100, 256])
-def test_stated_global_batch_is_kept_on_any_number_of_devices(global_batch_size, num_devices):
+def test_a_given_global_batch_is_kept_on_any_number_of_devices(global_batch_size, num_devices):
     split = split_batch(32, 1, global_batch_size, num_devices, num_devices)
     assert split.global_batch_size == global_batch_size
     assert 1 <= split.batch_size <= 32
     assert split.batch_size * split.grad_accum_steps * num_devices >= global_batch_size
 
 
-def test_product_and_its_statement_are_the_same_split():
+def test_products_and_reviews_share_their_split():
     for devices in (1, 2, 3, 5):
         for accumulation in (1, 2, 3):
             by_parts = split_batch(8, accumulation, None, devices, devices)
@@ -75,7 +75,7 @@ def test_one_process_feeds_all_replicas():
     assert split_batch(8, 2, None, num_devices=4, world_size=1).micro_batch_size == 32
 
 
-def test_steps_know_where_they_lead():
+def test_positions_lead_to_the_steps_of_the_whole_epoch():
     """One phase after another and in turns: from any position on, the steps are those of the whole epoch."""
     batches = [np.arange(3), np.arange(3, 5), np.arange(5, 9)]
     orders = (
@@ -108,7 +108,7 @@ def test_an_order_knows_the_sizes_of_its_steps(size, expected):
     assert order.step_sizes == expected == {end - start for start, end in order.bounds(0, 0)}
 
 
-def test_a_changed_batch_size_goes_on_where_the_old_one_stopped():
+def test_a_run_with_a_new_batch_size_resumes_at_the_same_sample():
     plan = plan_of(1, 10, 5, global_batch_size=3, turns=(1, 1))
     steps = list(plan.rest_of_epoch(Position(0, 1, 4, 0, ((2, 1),))))
     assert [(step.phase, step.epoch, step.start, step.end) for step in steps] == [

@@ -5,7 +5,7 @@ import torch
 from trainer.loop.recording import Packed, Recordings, difference
 
 
-def test_a_signature_is_recorded_when_it_comes_again_and_once():
+def test_a_signature_is_captured_at_its_second_occurrence_only():
     kept = Recordings(most=2)
     made = []
     for key in "aabbccabcabc":
@@ -19,7 +19,7 @@ def test_a_signature_is_recorded_when_it_comes_again_and_once():
     assert kept.get("b") is None and kept.is_wanted("b")
 
 
-def test_packed_tensors_come_back_as_they_were():
+def test_packed_tensors_are_unpacked_unchanged():
     values = {
         "loss": torch.tensor(1.5),
         "hits": torch.tensor([2, 3]),
@@ -30,7 +30,7 @@ def test_packed_tensors_come_back_as_they_were():
     assert all(copies[name].shape == value.shape and torch.equal(copies[name], value) for name, value in values.items())
 
 
-def test_a_difference_counts_beyond_what_replays_differ_by():
+def test_only_differences_larger_than_between_replays_count():
     value = {"x": torch.tensor([1.0, torch.nan, torch.inf])}
 
     def near(error):

@@ -68,7 +68,7 @@ class Sparse(jobs.Sam):
         return [{"params": objective.parameters(), "weight_decay": 0.0}]
 
 
-def test_statistics_are_those_of_the_first_forward(run_here, tmp_path):
+def test_statistics_come_from_the_first_forward_pass(run_here, tmp_path):
     run_here("--task", f"{FILE}:Normed", *FLAGS, "--save-dir", tmp_path)
     assert difference(load(tmp_path / "last.pth")["model"], Normed.learnt(6)) < 1e-10
 
@@ -81,7 +81,7 @@ def test_a_scale_of_the_loss_changes_nothing(run_here, tmp_path):
     assert 0 < difference(scaled, exact) < 0.01
 
 
-def test_a_step_that_is_not_finite_leaves_the_weights(run_here, tmp_path):
+def test_a_nonfinite_step_keeps_the_weights(run_here, tmp_path):
     out = run_here("--task", f"{FILE}:Overflowing", *FLAGS, "--on-nonfinite", "skip", "--save-dir", tmp_path).out
     assert "left out" in out or "skipped" in out
     assert all(weight.isfinite().all() for weight in load(tmp_path / "last.pth")["model"].values())
@@ -98,5 +98,5 @@ JOINT = f"{ROOT / 'tests' / 'helpers' / 'joint_task.py'}:Joint"
         (f"{FILE}:Sparse", ["--optimizer", "sgd"], "--sam-rho 0.05: does not support sparse gradients"),
     ],
 )
-def test_what_it_cannot_be_combined_with_is_refused(task, more, message, run_here, tmp_path):
+def test_unsupported_combinations_are_refused(task, more, message, run_here, tmp_path):
     assert message in run_here("--task", task, *FLAGS, *more, "--save-dir", tmp_path, status=2).err

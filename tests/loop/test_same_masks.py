@@ -40,7 +40,7 @@ def test_each_evaluation_starts_once(run_here, tmp_path):
     assert json.loads((tmp_path / "results.json").read_text())["metrics"]["test/starts"] == 3
 
 
-def test_labelling_starts_like_an_evaluation_and_takes_some_flags_anew(run_here, tmp_path):
+def test_predict_starts_like_an_evaluation_and_accepts_some_new_flags(run_here, tmp_path):
     run_here(*RUN, "--save-dir", tmp_path)
     for place in (0, 5):
         moved = ["--delay", place] if place else []

@@ -41,7 +41,7 @@ def optimizing(kind):
 # --- optimizers --------------------------------------------------------------------------------------------------
 
 
-def test_whatever_an_optimizer_keeps_comes_back(shaped, tmp_path):
+def test_every_optimizer_state_is_restored(shaped, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     assert shaped(whole, "--max-steps", 5, **optimizing(Hoarder)) == []
     for steps in (2, 3, 5):
@@ -63,7 +63,7 @@ def assert_same_runs(whole, resumed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["ddp", "fsdp"])
-def test_whatever_an_optimizer_keeps_comes_back_on_all_processes(form, command, tmp_path):
+def test_every_optimizer_state_is_restored_on_all_processes(form, command, tmp_path):
     """A state of others is refused on all of them at once."""
     task = f"{ROOT}/tests/helpers/hoarding_task.py"
     argv = ["main_multi_gpu.py", "--multi-gpu", form, "--nproc", 2, "--device", "cpu", "--num-threads", 1]
@@ -107,7 +107,7 @@ def test_other_types_are_refused_at_the_first_step(kind, shaped, tmp_path):
     assert not list(tmp_path.glob("*.pth"))
 
 
-def test_what_appears_later_is_refused_by_the_save_and_costs_no_earlier_one(shaped, tmp_path):
+def test_unsavable_state_that_appears_later_loses_no_earlier_checkpoint(shaped, tmp_path):
     class Late(torch.optim.SGD):
         def step(self, closure=None):
             super().step(closure)
@@ -121,7 +121,7 @@ def test_what_appears_later_is_refused_by_the_save_and_costs_no_earlier_one(shap
     assert shaped(tmp_path, "--max-steps", 6, **optimizing(type("Late", (torch.optim.SGD,), {}))) == []
 
 
-def test_settings_that_no_file_holds_come_from_the_task(shaped, tmp_path):
+def test_settings_missing_in_files_come_from_the_task(shaped, tmp_path):
     class Shrinking(torch.optim.SGD):
         def __init__(self, params, lr):
             super().__init__(
@@ -211,7 +211,7 @@ def add_buffer(model):
 
 
 @pytest.mark.parametrize("change", [lengthen, lengthen_parameter, add_parameter, add_buffer])
-def test_a_model_that_changes_is_never_the_newest_checkpoint(change, shaped, tmp_path):
+def test_a_model_that_changes_its_parameters_is_never_saved(change, shaped, tmp_path):
     """By a forward that fails then: what is saved of the failed run is the step before."""
 
     class Changing(ShapedObjective):
@@ -237,7 +237,7 @@ def test_a_model_that_changes_is_never_the_newest_checkpoint(change, shaped, tmp
     assert shaped(tmp_path, "--max-steps", 9, build_objective=build_again) == []
 
 
-def test_a_model_that_changes_is_refused_at_the_first_step(shaped, tmp_path):
+def test_a_model_that_changes_its_parameters_is_refused_at_the_first_step(shaped, tmp_path):
     class Growing(ShapedObjective):
         def after_step(self, phase):
             add_buffer(self.model)
@@ -247,7 +247,7 @@ def test_a_model_that_changes_is_refused_at_the_first_step(shaped, tmp_path):
     assert not list(tmp_path.glob("*.pth"))
 
 
-def test_a_buffer_that_becomes_nan_is_no_matter_of_the_rate(shaped, tmp_path):
+def test_a_nan_buffer_is_not_blamed_on_the_learning_rate(shaped, tmp_path):
     class Spoiling(ShapedObjective):
         def after_step(self, phase):
             self.model.table.fill_(float("nan"))
@@ -274,7 +274,7 @@ REFUSED_BUFFERS = {
 
 @pytest.mark.filterwarnings("ignore")  # of kinds that are beta
 @pytest.mark.parametrize("kind", REFUSED_BUFFERS)
-def test_buffers_that_no_checkpoint_holds_are_refused_when_they_are_built(kind):
+def test_unsaved_buffers_are_refused_at_construction(kind):
     model = Plus(None)
     model.register_buffer("odd", REFUSED_BUFFERS[kind]())
     with pytest.raises(UserError, match=r"Mine.build_objective: odd .*register"):
@@ -285,7 +285,7 @@ def test_buffers_that_no_checkpoint_holds_are_refused_when_they_are_built(kind):
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
-def test_buffers_of_other_types_come_back(shaped, tmp_path):
+def test_buffers_of_other_dtypes_are_restored(shaped, tmp_path):
     buffers = {
         "eight_bits": torch.ones(4).to(torch.float8_e4m3fn), "bits": torch.ones(4, dtype=torch.uint8).view(torch.bits8),
         "half_complex": torch.ones(4, dtype=torch.complex32), "unsigned": torch.ones(4, dtype=torch.uint16),
@@ -315,7 +315,7 @@ FACTS = {
 }  # fmt: skip
 
 
-def test_facts_of_many_types_are_those_of_the_next_start(shaped, tmp_path):
+def test_facts_of_any_type_are_equal_at_the_next_start(shaped, tmp_path):
     members = {"describe_data": lambda self: FACTS, "data_digest": lambda self: b"\x01\xff"}
     for steps in (1, 2):
         assert shaped(tmp_path, "--max-steps", steps, **members) == []
@@ -341,7 +341,7 @@ def test_facts_of_many_types_are_those_of_the_next_start(shaped, tmp_path):
         (1j, "m is a complex"),
     ],
 )
-def test_other_facts_are_refused_by_name(fact, problem):
+def test_different_facts_are_refused_by_name(fact, problem):
     task = type("Mine", (), {"describe_data": lambda self: {"m": fact}})()
     with pytest.raises(UserError, match=rf"^Mine.describe_data: {problem}"):
         facts_of_data(task)
@@ -360,7 +360,7 @@ def test_facts_without_an_end_or_a_name_are_refused():
             facts_of_data(type("Mine", (), {"describe_data": lambda self, told=told: told})())
 
 
-def test_a_digest_is_a_text():
+def test_a_digest_is_a_string():
     def digest(value):
         return digest_of_data(type("Mine", (), {"data_digest": lambda self: value})())
 
@@ -369,7 +369,7 @@ def test_a_digest_is_a_text():
         digest([1])
 
 
-def test_alike():
+def test_alike_compares_nested_values():
     nan = float("nan")
     assert alike({"a": [1, nan]}, {"a": (1.0, nan)})
     for one, other in [({"a": 1}, {"b": 1}), ([1], [1, 2]), (nan, 1.0), (nan, None), ("1", 1), ([1], 1)]:

@@ -17,7 +17,7 @@ def test_warm_up_is_linear_and_cosine_ends_at_the_floor():
     assert lr_factor(10, warmup=2, total=10, floor=0.1) == pytest.approx(0.1)
 
 
-def test_no_warm_up_and_nothing_but_warm_up():
+def test_no_warm_up_and_only_warm_up():
     assert lr_factor(0, warmup=0, total=5, floor=0) == 1
     assert lr_factor(5, warmup=5, total=5, floor=0) == 1
     assert lr_factor(2.5, warmup=5, total=5, floor=0) == 0.5
@@ -35,7 +35,7 @@ def test_every_schedule_rises_then_falls(schedule, warmup):
     assert curve[-1] == pytest.approx(1 if schedule in ("constant", "plateau") or warmup == 10 else 0.1)
 
 
-def test_a_task_s_factor_comes_before_the_schedule():
+def test_a_tasks_lr_factor_precedes_the_schedule():
     def half_of_the_first_steps(step, total):
         assert total == 7
         return 0.5 if step < 3 else None
@@ -45,13 +45,13 @@ def test_a_task_s_factor_comes_before_the_schedule():
     assert rate.at(1, 3) == pytest.approx(0.4 * lr_factor(1, 0, 2, 0))
 
 
-def test_a_task_s_factor_ends_with_the_steps_that_it_was_told_of():
+def test_a_tasks_lr_factor_knows_the_number_of_steps():
     rate = LearningRate(0.4, 0.0, warmup=0, total=2, num_steps=7, factor_of_step=lambda step, total: 1 - step / total)
     assert rate.at(2, 9) == rate.at(1.9, 6) == pytest.approx(0.4 / 7)
 
 
 @pytest.mark.parametrize("factor", [-0.1, math.nan, math.inf, "0.5", 1j])
-def test_a_factor_that_is_none_is_refused(factor):
+def test_an_invalid_lr_factor_is_refused(factor):
     rate = LearningRate(0.4, 0.0, warmup=0, total=2, num_steps=7, factor_of_step=lambda step, total: factor)
     with pytest.raises(UserError, match=rf"lr_factor\(2, 7\) is {factor!r}; it must be a finite number, at least 0"):
         rate.at(1, 2)

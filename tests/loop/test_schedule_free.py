@@ -47,7 +47,7 @@ def bare(start, num_steps):
     return y, x, float(loss(x, val))
 
 
-def test_what_is_evaluated_and_saved_is_the_average(train, tmp_path, monkeypatch):
+def test_the_average_is_evaluated_and_saved(train, tmp_path, monkeypatch):
     start = nn.Linear(NUM_FEATURES, NUM_CLASSES).double()
     monkeypatch.setattr(Shaped, "build", lambda self: nn.Linear(NUM_FEATURES, NUM_CLASSES))
     monkeypatch.setattr(
@@ -61,7 +61,7 @@ def test_what_is_evaluated_and_saved_is_the_average(train, tmp_path, monkeypatch
     assert json.loads((tmp_path / "results.json").read_text())["metrics"]["val/loss"] == pytest.approx(val_loss, 1e-12)
 
 
-def test_goes_on_to_the_bit_however_often_it_is_saved_and_scored(train, tmp_path):
+def test_resumes_bit_identically_with_any_saves_and_evaluations(train, tmp_path):
     whole = train(tmp_path / "whole", 7)
     often = ("--save-every-steps", 1, "--eval-every-steps", 2, "--eval-start")
     for max_steps in (1, 2, 5, 7):
@@ -71,7 +71,7 @@ def test_goes_on_to_the_bit_however_often_it_is_saved_and_scored(train, tmp_path
     assert found["optimizers"]["train"][0]["param_groups"][0]["train_mode"]
 
 
-def test_the_test_is_scored_with_the_best_weights_as_they_were_saved(train, tmp_path):
+def test_the_test_set_is_scored_with_the_saved_best_weights(train, tmp_path):
     train(tmp_path, 6)
     tested = json.loads((tmp_path / "results.json").read_text())["metrics"]["test/loss"]
     best, samples = load(tmp_path / "best.pth")["model"], Points(8, 3).__getitems__(ALL)
@@ -79,7 +79,7 @@ def test_the_test_is_scored_with_the_best_weights_as_they_were_saved(train, tmp_
     assert tested == pytest.approx(float(F.cross_entropy(logits, torch.from_numpy(samples["y"]))), 1e-12)
 
 
-def test_two_processes_evaluate_and_save_what_one_does(train, environment, tmp_path):
+def test_two_processes_evaluate_and_save_like_one(train, environment, tmp_path):
     one, out = train(tmp_path / "one", 5, "--global-batch-size", 8, "--batch-size", 4), tmp_path / "out.txt"
     task = ["--task", f"{ROOT / 'tests' / 'helpers' / 'schedule_free_task.py'}:Free", *RUN[2:], tmp_path / "two"]
     argv = ["--multi-gpu", "ddp", *task, "--max-steps", 5, "--global-batch-size", 8, "--batch-size", 4]

@@ -183,7 +183,7 @@ def relative_difference(a, b):
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_gradient_is_that_of_one_full_batch(world, reference, accumulation):
+def test_gradients_equal_those_of_one_full_batch(world, reference, accumulation):
     for found in world:
         for case, gradient in reference.items():
             assert relative_difference(found[accumulation][case], gradient) < 1e-12, case
@@ -240,7 +240,7 @@ def test_sums_and_weights_are_additive(cache_dir):
                 torch.testing.assert_close(total, value, rtol=1e-12, atol=1e-12, msg=f"{name} {key}")
 
 
-def test_a_batch_that_does_not_count_is_replaced_not_multiplied():
+def test_a_placeholder_batch_is_replaced_not_multiplied_by_zero():
     """Zero times infinity is NaN, on all ranks."""
     loss = torch.tensor(float("inf"), requires_grad=True)
     sums = without_counting({"loss": loss * 2, "hits": torch.tensor(3)})

@@ -26,14 +26,14 @@ def total_of(batches, totals=None):
 
 
 @pytest.mark.parametrize("at", [0, 1, FOLD_EVERY - 1, FOLD_EVERY, FOLD_EVERY + 1])
-def test_a_sum_that_one_batch_lacks_counts_as_zero_there(at):
+def test_a_metric_that_a_batch_lacks_counts_as_zero(at):
     batches = [{"loss": 1.0, "cats": 1} for _ in range(2 * FOLD_EVERY)]
     del batches[at]["cats"]
     assert total_of(batches) == {"loss": 2 * FOLD_EVERY, "cats": 2 * FOLD_EVERY - 1, "weight": 2 * FOLD_EVERY}
 
 
 @pytest.mark.parametrize("at", [0, 1, FOLD_EVERY - 1, FOLD_EVERY, FOLD_EVERY + 1])
-def test_a_sum_that_one_batch_alone_has_counts(at):
+def test_a_metric_of_a_single_batch_counts(at):
     batches = [{"loss": 1.0} for _ in range(2 * FOLD_EVERY)]
     batches[at]["cats"] = [3, 4]
     assert total_of(batches)["cats"] == [3, 4]
@@ -45,7 +45,7 @@ def test_counts_beside_sums_of_a_small_type_stay_exact(dtype):
     assert total_of(batches)["cats"] == 2**24 + 1.5
 
 
-def test_what_a_step_that_is_left_out_alone_has_is_zero():
+def test_metrics_of_only_skipped_steps_are_zero():
     totals = Totals()
     for k, applied in enumerate([True, False, True]):
         totals.add({"loss": torch.tensor(2.0), f"sum {k}": torch.tensor(5.0)}, 1.0, torch.tensor(applied))
@@ -53,7 +53,7 @@ def test_what_a_step_that_is_left_out_alone_has_is_zero():
 
 
 @pytest.mark.parametrize("num_before", [1, FOLD_EVERY, FOLD_EVERY + 1])
-def test_another_shape_is_refused_and_what_was_added_stays(num_before):
+def test_another_shape_is_refused_and_earlier_sums_remain(num_before):
     totals = Totals()
     total_of([{"loss": 1.0, "places": [1, 2, 3]}] * num_before, totals)
     with pytest.raises(UserError, match=r"'places' with different shapes, \(3,\) and \(4,\); a sum"):
@@ -68,7 +68,7 @@ def test_another_shape_than_in_the_checkpoint_is_refused():
         total_of([{"places": [7.0]}], goes_on)
 
 
-def test_micro_batches_of_a_step_have_their_names_together():
+def test_micro_batches_of_a_step_have_the_union_of_metrics():
     sums = {}
     add_sums(sums, {"loss": torch.tensor(1.0), "cats": torch.tensor(2)})
     add_sums(sums, {"loss": torch.tensor(1.0), "dogs": torch.tensor(3)})
@@ -77,7 +77,7 @@ def test_micro_batches_of_a_step_have_their_names_together():
         add_sums(sums, {"cats": torch.tensor([2])})
 
 
-def test_replicas_have_their_names_together():
+def test_replicas_have_the_union_of_metrics():
     parts = [{"loss": torch.tensor(1.0), "cats": torch.tensor(2)}, {"loss": torch.tensor(1.0), "dogs": torch.tensor(3)}]
     assert SummedReplicas.gather(None, parts, "cpu") == {"loss": 2.0, "cats": 2, "dogs": 3}
     with pytest.raises(UserError, match="'cats'"):
@@ -96,7 +96,7 @@ def metrics_of(folder, form, environment, *more):
 
 
 @pytest.mark.parametrize("form", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_names_that_ranks_have_in_part_are_those_of_one_device(form, tmp_path, environment):
+def test_metrics_that_some_ranks_lack_match_one_device(form, tmp_path, environment):
     """Of 17 validation samples the ranks evaluate every other one, and of 2 test samples one each."""
     found = metrics_of(tmp_path / form, form, environment)
     for split, size in {"train": 23, "val": 17, "test": 2}.items():

@@ -72,7 +72,7 @@ def bare_loop(build, dtype, num_epochs=2):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_run_learns_like_a_bare_loop(name, dtype, run_here, tmp_path, monkeypatch):
+def test_a_run_matches_a_bare_loop(name, dtype, run_here, tmp_path, monkeypatch):
     monkeypatch.setitem(TASKS, "shaped", type("Built", (Shaped,), {"build": lambda self: MODELS[name]()}))
     argv = [*RUN, tmp_path / "run", "--dtype", dtype, "--optimizer", "adamw", "--epochs"]
     run_here(*argv, 1)
@@ -85,7 +85,7 @@ def test_a_run_learns_like_a_bare_loop(name, dtype, run_here, tmp_path, monkeypa
         torch.testing.assert_close(found[key], value, rtol=0, atol=1e-12 if dtype == "float64" else 1e-5)
 
 
-def test_what_is_frozen_stays_so_where_param_groups_names_it(run_here, tmp_path, monkeypatch):
+def test_frozen_parameters_in_param_groups_stay_frozen(run_here, tmp_path, monkeypatch):
     class Frozen(Shaped):
         def build(self):
             model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -119,12 +119,12 @@ class WithExtraState(nn.Linear):
         (lambda: Plus(None, adjacency=torch.eye(3).to_sparse()), "adjacency is a sparse tensor.* persistent=False"),
     ],
 )
-def test_what_a_checkpoint_cannot_hold_is_refused(build, message):
+def test_state_that_a_checkpoint_cannot_hold_is_refused(build, message):
     with pytest.raises(UserError, match=f"^Mine.build_objective: {message}"):
         check_tensors(build(), "Mine.build_objective")
 
 
-def test_sums_have_their_names_in_any_order(command, tmp_path):
+def test_sums_may_have_their_names_in_any_order(command, tmp_path):
     """Two processes, in which a set of texts is gone through in different orders."""
     (tmp_path / "headed.py").write_text(
         "from tests.helpers.shaped_task import *\n"
@@ -171,7 +171,7 @@ class Semi(Shaped):
 """
 
 
-def test_samples_without_a_weight_have_their_loss_in_any_split(run_here, command, tmp_path):
+def test_unweighted_samples_have_equal_losses_in_any_split(run_here, command, tmp_path):
     (tmp_path / "semi.py").write_text(SEMI.replace("WEIGHT(labelled)", "labelled"))
     argv = ["--task", f"{tmp_path / 'semi.py'}:Semi", "--dtype", "float64", *RUN[2:-1], "--epochs", 2]
     argv += ["--global-batch-size", 8, "--save-dir"]
@@ -186,7 +186,7 @@ def test_samples_without_a_weight_have_their_loss_in_any_split(run_here, command
 
 
 @pytest.mark.parametrize("weight", ["labelled * np.nan", "-labelled"])
-def test_weights_that_are_no_numbers_of_loss_terms_are_refused(weight, refused, tmp_path):
+def test_invalid_numbers_of_loss_terms_are_refused(weight, refused, tmp_path):
     file = tmp_path / f"semi_{len(weight)}.py"
     file.write_text(SEMI.replace("WEIGHT(labelled)", weight))
     refused(
@@ -219,14 +219,14 @@ class Evaluated(Shaped):
         ('sums | {"n": len(batch["x"])}', "must return a tensor for 'n', a sum over the samples, not a int"),
     ],
 )
-def test_outputs_of_an_evaluation_that_are_no_tensors_are_refused(outputs, message, refused, tmp_path):
+def test_evaluation_outputs_that_are_not_tensors_are_refused(outputs, message, refused, tmp_path):
     file = tmp_path / f"evaluated_{len(outputs)}.py"
     file.write_text(EVALUATED.replace("OUTPUTS", outputs))
     part = f"EvaluatedObjective.forward(batch) in eval mode {message}"
     refused([part], "--task", f"{file}:Evaluated", *RUN[2:], tmp_path / "run")
 
 
-def test_an_operator_without_a_deterministic_algorithm_is_warned_of_or_refused(run_here, tmp_path, monkeypatch):
+def test_nondeterministic_operators_cause_a_warning_or_an_error(run_here, tmp_path, monkeypatch):
     class Unpooling(Shaped):
         def build(self):
             def added(model, x):
@@ -242,7 +242,7 @@ def test_an_operator_without_a_deterministic_algorithm_is_warned_of_or_refused(r
     assert "does not have a deterministic implementation" in err
 
 
-def test_a_loss_without_a_gradient_is_refused_with_what_to_return(refused, tmp_path):
+def test_a_loss_without_a_gradient_is_refused_with_advice(refused, tmp_path):
     (tmp_path / "gap.py").write_text(
         "from tests.helpers.shaped_task import *\n"
         "class GapObjective(ShapedObjective):\n"

@@ -46,7 +46,7 @@ def check_scores(directory):
 
 
 @pytest.mark.parametrize("world_size", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
-def test_each_set_is_scored_as_by_a_plain_loop_after_a_resume_too(world_size, run_here, command, tmp_path):
+def test_every_data_set_is_scored_like_a_plain_loop_even_after_a_resume(world_size, run_here, command, tmp_path):
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
     start = run_here if world_size == 1 else lambda *flags: command(*launcher(world_size), *flags)
     start(*argv(), *SAVING, "--batch-size", 2, "--eval-batch-size", 3, "--save-dir", whole)
@@ -72,7 +72,7 @@ def test_the_last_weights_are_scored_on_all_of_them_without_the_test_set(run_her
     assert {"val/near/labels", "val/far/labels"} <= set(board.Tags()["images"])
 
 
-def test_one_without_a_name_beside_them(run_here, tmp_path):
+def test_an_unnamed_column_beside_named_columns(run_here, tmp_path):
     run_here(*argv("AndPlain"), "--save-dir", tmp_path)
     results = results_of(tmp_path)
     epochs = read_metrics(tmp_path, "epoch")
@@ -87,7 +87,7 @@ def test_one_without_a_name_beside_them(run_here, tmp_path):
         assert line == ", ".join(f"{name}/{metric} {value:.4f}" for metric, value in expected(model, num, seed).items())
 
 
-def test_the_table_shows_the_headline_of_each(run_here, tmp_path, monkeypatch):
+def test_the_table_shows_each_runs_headline_metric(run_here, tmp_path, monkeypatch):
     monkeypatch.setitem(TASKS, "headline", type("Headline", (Shifted,), {"headline": ("auc",)}))
     run_here("--task", "headline", *FLAGS, "--save-dir", tmp_path)
     heading, *rows = [line.split() for line in (tmp_path / "val.log").read_text().splitlines()][:4]
@@ -96,7 +96,7 @@ def test_the_table_shows_the_headline_of_each(run_here, tmp_path, monkeypatch):
         assert row[:3] == [str(record["epoch"]), *(f"{record[f'val/{name}/auc']:.5g}" for name in ("far", "near"))]
 
 
-def test_their_order_is_that_of_their_names(run_here, tmp_path, monkeypatch):
+def test_validation_sets_are_sorted_by_name(run_here, tmp_path, monkeypatch):
     """Not of `splits`, which may go by a folder's listing, and differ from process to process."""
     assert validation_sets(["val/b", "train", "val", "validation", "val/a", "test"]) == ["val", "val/a", "val/b"]
     monkeypatch.setitem(TASKS, "other", type("Other", (Shifted,), {"order_of_sets": ("far", "near")}))
@@ -105,7 +105,7 @@ def test_their_order_is_that_of_their_names(run_here, tmp_path, monkeypatch):
     assert read_metrics(tmp_path / "other", "epoch") == read_metrics(tmp_path / "ifted", "epoch")
 
 
-def test_patience_looks_at_the_one_that_is_monitored(run_here, tmp_path):
+def test_patience_uses_the_monitored_metric(run_here, tmp_path):
     """A learning rate of almost nothing: the first score is the best for ever."""
     run_here(*argv(), "--epochs", 9, "--lr", 1e-30, "--early-stopping-patience", 2, "--save-dir", tmp_path)
     results = results_of(tmp_path)

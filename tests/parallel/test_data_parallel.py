@@ -19,7 +19,7 @@ def test_replicas_equal_one_device(num_replicas, tmp_path):
     assert test_many == pytest.approx(test_one, rel=1e-9)
 
 
-def test_replicas_enter_autocast_in_their_threads(tmp_path):
+def test_replicas_use_autocast_in_their_threads(tmp_path):
     state, _ = trained(ReplicasOnCpu(2), tmp_path / "amp", "--dtype", "float32", "--amp", "bf16", "--epochs", "1")
     plain, _ = trained(ReplicasOnCpu(2), tmp_path / "plain", "--dtype", "float32", "--epochs", "1")
     difference = largest_difference(state, plain)

@@ -35,7 +35,7 @@ def ddp(**flags):
     return MultiDeviceFlags(multi_gpu="ddp", **flags)
 
 
-def test_processes_of_a_launcher_must_be_one_run():
+def test_processes_of_a_launcher_must_have_equal_settings():
     assert "omit --nproc" in read_rank_environment(GOOD, ddp(nproc=2))[1][0]
     assert (
         "use main_multi_gpu.py --multi-gpu ddp" in read_rank_environment(GOOD, MultiDeviceFlags(multi_gpu="dp"))[1][0]
@@ -74,7 +74,7 @@ def test_contradicting_rank_variables_are_named(changes, local_rank, message):
 # --- as a command line -------------------------------------------------------------------------------------------
 
 
-def test_launcher_of_several_processes_for_a_run_of_one(refused, tmp_path, monkeypatch):
+def test_a_launcher_of_several_processes_is_refused_for_one_process(refused, tmp_path, monkeypatch):
     """`torchrun --nproc_per_node=2 main.py`"""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
@@ -83,7 +83,7 @@ def test_launcher_of_several_processes_for_a_run_of_one(refused, tmp_path, monke
     assert not contents(tmp_path)
 
 
-def test_launcher_of_several_runs(refused, tmp_path, monkeypatch):
+def test_a_launcher_is_refused_for_several_runs(refused, tmp_path, monkeypatch):
     """`torchrun main_multi_gpu.py --seeds 2`"""
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in variables.items():
@@ -93,7 +93,7 @@ def test_launcher_of_several_runs(refused, tmp_path, monkeypatch):
     assert not contents(tmp_path)
 
 
-def test_nobody_else_comes(refused, tmp_path, monkeypatch):
+def test_no_other_rank_joins(refused, tmp_path, monkeypatch):
     """Nothing listens on port 1."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -134,12 +134,12 @@ def test_a_step_of_several_nodes_meets_on_the_first():
 
 
 @pytest.mark.parametrize("variables", [{}, BATCH, of_rank(SRUN, 0) | {"SLURM_STEP_NUM_TASKS": "1"}])
-def test_a_process_that_is_not_one_of_several_starts_its_own(variables):
+def test_a_process_without_a_launcher_starts_its_own_processes(variables):
     assert read_rank_environment(variables, ddp()) == (None, [])
     assert not is_launched(variables)
 
 
-def test_what_torchrun_says_goes_first():
+def test_variables_of_torchrun_take_precedence():
     own = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "29500"}
     assert read_rank_environment(of_rank(SRUN, 0) | own, ddp()) == (RankEnvironment(1, 2), [])
 
@@ -160,7 +160,7 @@ def test_what_torchrun_says_goes_first():
         (SRUN | {"SLURM_STEP_NUM_TASKS": "many"}, ["WORLD_SIZE=many: must be a whole number"]),
     ],
 )
-def test_variables_that_do_not_tell_enough_are_refused(variables, parts, refused, tmp_path, monkeypatch):
+def test_incomplete_launcher_variables_are_refused(variables, parts, refused, tmp_path, monkeypatch):
     for name, value in of_rank(variables, 0).items():
         monkeypatch.setenv(name, value)
     (message,) = read_rank_environment(of_rank(variables, 0), ddp())[1]

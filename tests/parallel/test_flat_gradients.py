@@ -48,7 +48,7 @@ def summed(*lacking):
 
 
 @pytest.mark.parametrize("lacking", [[(), ()], [(0,), ()], [(0, 3, 5), (1, 3, 4)], [(0, 1, 2, 3, 4, 5), ()]], ids=str)
-def test_all_have_the_sum_and_none_of_what_nobody_has(lacking):
+def test_every_rank_has_the_sum_and_no_unused_gradient(lacking):
     of_processes, before = summed(*lacking)
     for params in of_processes:
         for number, parameter in enumerate(params):
@@ -58,7 +58,7 @@ def test_all_have_the_sum_and_none_of_what_nobody_has(lacking):
                 assert torch.equal(parameter.grad, sum(grads)) and parameter.grad.stride() == parameter.stride()
 
 
-def test_a_step_leaves_nothing_to_the_next():
+def test_a_step_leaves_no_gradients_to_the_next():
     params = with_gradients(())
     flat = FlatGradients(params)
     for parameter in params:
@@ -114,7 +114,7 @@ def gradients_of_rows(environment):
 
 
 @pytest.mark.slow
-def test_sparse_gradients_are_the_sum_and_change_no_others():
+def test_sparse_gradients_are_summed_and_change_no_others():
     assert launch(gradients_of_rows, 2) == 0
 
 
@@ -162,11 +162,11 @@ def refuses_another_shape(environment):
         group.close()
 
 
-def test_a_model_that_is_another_one_on_some_rank_is_refused(tmp_path):
+def test_a_model_that_differs_between_ranks_is_refused(tmp_path):
     assert call_on_ranks(refuses_another_shape, 2, tmp_path) == [0, 0]
 
 
 @pytest.mark.slow
-def test_a_large_model_that_leaves_out_parameters_needs_the_flag():
+def test_a_large_model_with_unused_parameters_needs_the_flag():
     assert launch(partial(steps_of_large, finds_unused=True), 2) == 0
     assert launch(partial(steps_of_large, finds_unused=False), 2) == 3

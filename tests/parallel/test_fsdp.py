@@ -93,7 +93,7 @@ def assert_same(directory, expected, checkpoint="final.pth"):
     assert found["skipped_steps"] == wanted["skipped_steps"] == 2
 
 
-def test_goes_on_in_any_form_in_mid_epoch(start, one_device):
+def test_resumes_in_any_form_within_an_epoch(start, one_device):
     """One device -> 3 processes with parts -> 2 with the whole -> one device."""
     resume = "--resume-from"
     sharded = start("fsdp", resume, one_device / "checkpoint_0_0_10.pth", form="fsdp", world_size=3)
@@ -105,7 +105,7 @@ def test_goes_on_in_any_form_in_mid_epoch(start, one_device):
     assert_same(again, one_device)
 
 
-def test_what_a_model_derives_from_a_checkpoint_is_of_that_checkpoint(start):
+def test_values_derived_from_a_checkpoint_belong_to_that_checkpoint(start):
     base = [
         "--task", f"{ROOT / 'tests' / 'helpers' / 'refreshing_task.py'}:Refreshing", "--device", "cpu", "--num-threads",
         1, "--dtype", "float64", "--epochs", 2, "--global-batch-size", 12, "--save-every-steps", 3,
@@ -129,13 +129,13 @@ def test_what_a_model_derives_from_a_checkpoint_is_of_that_checkpoint(start):
     ],
     ids=["1", "2", "2-never", "3-one-unit", "2x2"],
 )
-def test_learns_what_one_device_learns(world_size, more, start, one_device):
+def test_matches_one_device(world_size, more, start, one_device):
     name = "-".join(map(str, [world_size, *more])).replace("--", "")
     assert_same(start(name, *more, form="fsdp", world_size=world_size), one_device)
 
 
 @pytest.mark.slow
-def test_a_task_that_builds_with_content_is_built_on_every_process(start, one_device):
+def test_a_model_with_initialised_content_is_built_on_every_process(start, one_device):
     assert_same(start("eager", "--eager", form="fsdp", world_size=2), one_device)
 
 
@@ -165,7 +165,7 @@ def test_trains_every_task_that_comes_with_it(task, start):
 @pytest.mark.parametrize(
     "optimizer", [["adam"], ["sgd", "--momentum", 0.9], ["sgd", "--momentum", 0.9, "--nesterov"]], ids=len
 )
-def test_learns_by_any_optimizer_what_one_device_learns(optimizer, start):
+def test_every_optimizer_matches_one_device(optimizer, start):
     more = ["--optimizer", *optimizer]
     name = f"{optimizer[0]}{len(optimizer)}"
     assert_same(start(name, *more, form="fsdp", world_size=2), start(f"{name}-one", *more))
@@ -173,7 +173,7 @@ def test_learns_by_any_optimizer_what_one_device_learns(optimizer, start):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["ddp", "fsdp"])
-def test_an_average_of_the_optimizer_is_that_of_one_device(form, start):
+def test_an_averaging_optimizer_matches_one_device(form, start):
     task = ["--task", f"{ROOT / 'tests' / 'helpers' / 'schedule_free_task.py'}:Free", "--device", "cpu"]
     base = [*task, "--num-threads", 1, "--dtype", "float64", "--epochs", 2, "--global-batch-size", 8]
     whole, found = start(f"free-one-{form}", base=base), start(f"free-{form}", base=base, form=form, world_size=2)
@@ -208,7 +208,7 @@ RAGGED = [
 @pytest.mark.parametrize(
     "more", [[], ["--no-has-blocks"], ["--grad-checkpointing"], ["--reshard", "never"]], ids=" ".join
 )
-def test_compiled_units_learn_the_same(more, start):
+def test_compiled_units_train_equally(more, start):
     base = [*RAGGED, "--dtype", "float64", "--dropout", 0, "--no-norm"]
     plain = start(f"plain{more}", base=base)
     compiled = start(f"compiled{more}", "--compile", *more, base=base, form="fsdp", world_size=2)
@@ -217,7 +217,7 @@ def test_compiled_units_learn_the_same(more, start):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--grad-checkpointing"]], ids=" ".join)
-def test_a_compiled_run_that_goes_on_is_identical(more, start):
+def test_a_compiled_run_resumes_bit_identically(more, start):
     """With dropout and batch norm."""
     often = ["--compile", *more, "--save-every-steps", 2, "--keep-checkpoints", 0]
     unbroken = start(f"unbroken{more}", *often, base=RAGGED, form="fsdp", world_size=2)
@@ -237,7 +237,7 @@ def test_a_compiled_run_that_goes_on_is_identical(more, start):
         ({"scalar": True}, "offset is a scalar"),
     ],
 )
-def test_refuses_what_cannot_be_divided(more, message):
+def test_indivisible_settings_are_refused(more, message):
     model = Words(PiecesFlags(**more))
     with pytest.raises(UserError, match=f"^--multi-gpu fsdp: .*{message}"):
         refuse_what_cannot_be_cut(PiecesObjective(model), list(model.blocks))
@@ -250,26 +250,26 @@ class Spun(torch.nn.Module):
         self.length = torch.nn.Parameter(torch.zeros(2))
 
 
-def test_refuses_complex_parameters_beside_real_ones():
+def test_complex_and_real_parameters_together_are_refused():
     with pytest.raises(UserError, match=r"^--multi-gpu fsdp: turn and length are sharded together"):
         refuse_what_cannot_be_cut(PiecesObjective(Spun()), [])
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-def test_refuses_parameters_without_elements():
+def test_empty_parameters_are_refused():
     with pytest.raises(UserError, match=r"^--multi-gpu fsdp: weight has no elements and cannot be sharded"):
         refuse_what_cannot_be_cut(PiecesObjective(torch.nn.Linear(0, 2)), [])
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_refuses_hooks_of_parameters_which_would_be_lost(register):
+def test_parameter_hooks_that_would_be_lost_are_refused(register):
     model = Words(PiecesFlags())
     getattr(model.second.bias, register)(lambda gradient: None)
     with pytest.raises(UserError, match=r"^--multi-gpu fsdp: second.bias has a gradient hook"):
         refuse_what_cannot_be_cut(PiecesObjective(model), [])
 
 
-def test_refuses_hooks_that_come_after_the_model_is_cut():
+def test_hooks_added_after_sharding_are_refused():
     weight = torch.nn.Parameter(torch.zeros(2, 3))
     optimizer = torch.optim.SGD([weight])
     Sharded.check_optimizers(None, [optimizer])
@@ -279,23 +279,23 @@ def test_refuses_hooks_that_come_after_the_model_is_cut():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_refuses_torchscript():
+def test_torchscript_is_refused():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.jit.script(torch.nn.Linear(2, 2)))
     with pytest.raises(UserError, match=r"^--multi-gpu fsdp: 1 is made by torch\.jit\.script"):
         refuse_what_cannot_be_cut(PiecesObjective(model), [])
 
 
-def test_takes_ties_within_a_unit():
+def test_time_ties_within_a_unit_are_tolerated():
     model = Words(PiecesFlags(ties=True))
     refuse_what_cannot_be_cut(PiecesObjective(model), [])
 
 
-def test_refuses_other_processes_than_shards():
+def test_a_shard_size_that_does_not_divide_the_processes_is_refused():
     with pytest.raises(UserError, match=r"--shard-size 2: must evenly divide the number of processes \(3\)"):
         ProcessGroup(RankEnvironment(0, 3), MultiDeviceFlags("fsdp", shard_size=2), DeviceFlags("cpu"))
 
 
-def test_refuses_an_own_optimizer_of_whole_matrices():
+def test_custom_optimizers_of_whole_matrices_are_refused():
     """torch 2.8 has no Muon."""
     muon = type("Muon", (torch.optim.SGD,), {})([torch.zeros(2, 2)])
     with pytest.raises(UserError, match=r"^--multi-gpu fsdp: Muon orthogonalises whole matrices"):
@@ -306,7 +306,7 @@ def test_refuses_an_own_optimizer_of_whole_matrices():
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_an_outline_has_no_content_where_a_task_allows_that(eager):
+def test_an_outline_has_no_content_if_the_task_allows_it(eager):
     def build():
         return PiecesObjective(Words(PiecesFlags(eager=eager)))
 
@@ -322,7 +322,7 @@ class Keeps:
 
 
 @pytest.mark.parametrize("keep", [lambda x: x, lambda x: [x], Keeps, lambda x: lambda: x, None])
-def test_an_outline_has_content_where_the_model_keeps_tensors_of_which_the_main_process_sends_none(keep):
+def test_an_outline_has_content_for_tensors_that_rank_0_does_not_send(keep):
     def build():
         objective = PiecesObjective(Words(PiecesFlags()))
         objective.model.kept = keep(torch.ones(3)) if keep else None
@@ -333,7 +333,7 @@ def test_an_outline_has_content_where_the_model_keeps_tensors_of_which_the_main_
     assert {value.is_meta for value in objective.state_dict().values()} == {keep is None}
 
 
-def test_others_get_outlines_of_weights_and_everything_else():
+def test_other_ranks_get_outlines_of_weights_and_all_other_values():
     weights = {"w": torch.ones(3, dtype=torch.float64)}
     state = {
         "model": weights,
@@ -430,7 +430,7 @@ def memory_of_ranks(start, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_process_holds_its_share(world_size, memory_of_ranks):
+def test_a_process_holds_only_its_shard(world_size, memory_of_ranks):
     for seen in memory_of_ranks(world_size, "--max-steps", 2):
         share = seen["whole"] / world_size
         units = (seen["peak"] - share) / seen["unit"]
@@ -440,7 +440,7 @@ def test_a_process_holds_its_share(world_size, memory_of_ranks):
 
 
 @pytest.mark.slow
-def test_loading_never_holds_the_whole_elsewhere_than_on_the_main_process(memory_of_ranks):
+def test_only_rank_0_holds_a_whole_checkpoint(memory_of_ranks):
     """Neither a new model nor a checkpoint: weights, and two moments."""
     world_size = 3
     for num_steps, num_kinds in ((2, 1), (3, 3)):
@@ -472,7 +472,7 @@ def assert_learns_what_ddp_learns(start, *more, of_fsdp=()):
     assert its_moments.keys() == moments.keys()  # none of what nobody uses
 
 
-def test_ranks_may_leave_out_other_blocks(start):
+def test_ranks_may_skip_different_blocks(start):
     """In four micro-batches of a step; several of the forwards run no block at all."""
     assert_learns_what_ddp_learns(start, "--batch-size", "1", "--epochs", "2")
 
@@ -483,15 +483,15 @@ def test_ranks_may_leave_out_other_blocks(start):
     "more", [["--no-names-blocks"], ["--projects"], ["--projects", "--grad-checkpointing"], ["--grad-checkpointing"]],
     ids=" ".join,
 )  # fmt: skip
-def test_ranks_may_leave_out_anything(more, of_fsdp, start):
+def test_ranks_may_skip_any_parameters(more, of_fsdp, start):
     assert_learns_what_ddp_learns(start, *more, "--batch-size", "2", "--epochs", "3", of_fsdp=of_fsdp)
 
 
-def test_a_gradient_within_the_forward_through_blocks_is_refused(start):
+def test_a_gradient_in_forward_through_checkpointed_blocks_is_refused(start):
     with pytest.raises(AssertionError, match="--multi-gpu fsdp: the objective computes a gradient within its forward"):
         start("penalty", "--penalty", base=DROPPING, form="fsdp", world_size=2)
 
 
 @pytest.mark.slow
-def test_a_gradient_within_the_forward_without_blocks_is_right(start):
+def test_a_gradient_in_forward_without_blocks_is_right(start):
     assert_learns_what_ddp_learns(start, "--penalty", "--no-names-blocks", "--epochs", "2")

@@ -77,7 +77,7 @@ def assert_same_run(directory, world_size, one_device):
 # --- ways to start -----------------------------------------------------------------------------------------------
 
 
-def test_main_says_what_it_runs_on(one_device):
+def test_the_device_is_reported_at_the_start(one_device):
     assert_same_run(one_device.directory, 1, one_device)
     in_one_line = (
         "Devices: cpu. Batch: 10 samples per step. Workers: 0 per rank. Threads: 1 per rank. Precision: float64."
@@ -91,13 +91,13 @@ def test_main_says_what_it_runs_on(one_device):
     ]
 
 
-def test_main_says_that_graphs_need_a_gpu(run_here, tmp_path):
+def test_cuda_graphs_without_a_gpu_is_reported(run_here, tmp_path):
     for value, is_said in (("on", True), ("auto", False)):
         out, _ = run_here(*TINY, "--device", "cpu", "--cuda-graphs", value, "--save-dir", tmp_path / value)
         assert ("--cuda-graphs on: has no effect without a GPU." in out.splitlines()) == is_said
 
 
-def test_torchrun(tmp_path, run_together, one_device):
+def test_torchrun_works(tmp_path, run_together, one_device):
     args = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *DDP, "--save-dir", tmp_path]
     out = run_together((args, {}))
     assert_same_run(tmp_path, 2, one_device)
@@ -108,7 +108,7 @@ def test_torchrun(tmp_path, run_together, one_device):
 @pytest.mark.skipif(
     importlib.util.find_spec("torch.distributed.launch") is None, reason="this torch has no torch.distributed.launch"
 )
-def test_torch_distributed_launch(tmp_path, run_together, one_device):
+def test_torch_distributed_launch_works(tmp_path, run_together, one_device):
     """It passes --local-rank to every process."""
     launch = ["-m", "torch.distributed.launch", "--nproc_per_node=2", f"--master_port={free_port()}"]
     run_together(([*launch, *DDP, "--save-dir", tmp_path], {}))
@@ -125,7 +125,7 @@ def test_variables_set_by_hand_in_two_terminals(tmp_path, run_together, one_devi
 
 
 @pytest.mark.slow
-def test_two_agents_as_on_two_machines(tmp_path, run_together, one_device):
+def test_two_torchrun_agents_as_on_two_machines(tmp_path, run_together, one_device):
     agent = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d",
              f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--rdzv_id=lockstep", "--local_addr=127.0.0.1"]  # fmt: skip
     args = [*agent, *DDP, "--save-dir", tmp_path]
@@ -134,7 +134,7 @@ def test_two_agents_as_on_two_machines(tmp_path, run_together, one_device):
 
 
 @pytest.mark.slow
-def test_self_launch(tmp_path, command, one_device):
+def test_the_trainer_launches_its_processes(tmp_path, command, one_device):
     """`--scale-lr linear` on two devices with half the batch each is twice the learning rate."""
     args = [*launcher(2), *TINY, "--batch-size", 5, "--lr", 0.005, "--scale-lr", "linear", "--save-dir", tmp_path]
     out = command(*args, **NO_GPU).stdout
@@ -142,7 +142,7 @@ def test_self_launch(tmp_path, command, one_device):
     assert "Scaling the learning rate from 0.005 to 0.01 for 2 devices" in out
 
 
-def test_dp_without_two_gpus_says_so_and_trains(tmp_path, command, one_device):
+def test_dp_without_two_gpus_warns_and_trains(tmp_path, command, one_device):
     """With underscores in its options."""
     args = ["main_multi_gpu.py", "--multi_gpu", "dp", "--batch_size=4", *TINY, "--save_dir", tmp_path]
     lines = command(*args, **NO_GPU).stdout.splitlines()
@@ -152,7 +152,7 @@ def test_dp_without_two_gpus_says_so_and_trains(tmp_path, command, one_device):
 
 
 @pytest.mark.slow
-def test_own_task(tmp_path, command):
+def test_a_custom_task(tmp_path, command):
     task = "examples/own_task.py:Spirals"
     args = ["--task", task, "--epochs", 2, "--num-threads", 1, "--lr", 0.01, "--seed", 3, "--save-dir", tmp_path]
     command("main.py", *args, **NO_GPU)
@@ -173,7 +173,7 @@ class Compiled(Spirals):
 
 
 @pytest.mark.slow
-def test_a_compiled_task_learns_the_same_and_goes_on_in_two_processes(tmp_path, command):
+def test_a_compiled_task_trains_equally_and_resumes_on_two_processes(tmp_path, command):
     (tmp_path / "compiled_spirals.py").write_text(COMPILED)
     compiled, plain = f"{tmp_path}/compiled_spirals.py:Compiled", "examples/own_task.py:Spirals"
     found = {}
@@ -194,7 +194,7 @@ def num_gloo_threads():
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads have no names here")
-def test_threads_of_the_groups_end_before_the_interpreter(tmp_path):
+def test_threads_of_process_groups_end_before_the_interpreter(tmp_path):
     before = num_gloo_threads()
     alone = RankEnvironment(0, 1, init_method=f"file://{tmp_path}/rendezvous")
     group = ProcessGroup(alone, MultiDeviceFlags("ddp"), DeviceFlags("cpu"))
@@ -266,7 +266,7 @@ def stopped(tmp_path_factory, environment):
     )  # fmt: skip
 
 
-def test_group_says_what_it_runs_on(stopped):
+def test_a_group_reports_its_devices(stopped):
     lines = stopped.out.splitlines()
     assert (
         "Devices: DistributedDataParallel over gloo: 2 x cpu. Batch: 4 samples per step (2 x 2 devices). "
@@ -275,24 +275,24 @@ def test_group_says_what_it_runs_on(stopped):
     assert "Scaling the learning rate from 0.001 to 0.002 for 2 devices" in lines
 
 
-def test_group_listens_on_the_loopback_interface_only(stopped):
+def test_a_group_listens_only_on_the_loopback_interface(stopped):
     assert len(stopped.members) >= 3  # the launcher and two ranks, at least
     assert stopped.listening
     assert stopped.listening <= LOOPBACK
 
 
-def test_group_stopped_by_a_signal_saves_and_says_so_by_its_status(stopped):
+def test_a_group_stopped_by_a_signal_saves_and_exits_with_its_status(stopped):
     assert stopped.out.count("everything is saved") == 1
     assert "Traceback" not in stopped.out
     assert stopped.saved
     assert stopped.status == 128 + signal.SIGTERM
 
 
-def test_group_leaves_no_process_behind(stopped):
+def test_a_group_leaves_no_process_behind(stopped):
     assert stopped.left == []
 
 
-def test_same_command_goes_on_after_the_signal(stopped):
+def test_the_same_command_resumes_after_a_signal(stopped):
     assert stopped.again.returncode == 0, stopped.again.stdout
     assert f"Resuming after optimizer step {stopped.saved[-1]['step']}:" in stopped.again.stdout
     results = json.loads((stopped.directory / "results.json").read_text())
@@ -317,7 +317,7 @@ def rest(environment):
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_processes_start_is_no_traceback(monkeypatch, capfd):
+def test_ctrl_c_while_processes_start_prints_no_traceback(monkeypatch, capfd):
     """As in a terminal, it comes to all of them, which are about to import torch."""
     start, handler = launching.Launcher.start, signal.getsignal(signal.SIGINT)
 
@@ -335,7 +335,7 @@ def test_ctrl_c_while_processes_start_is_no_traceback(monkeypatch, capfd):
 
 
 @pytest.mark.slow
-def test_ctrl_c_on_a_terminal_comes_to_each_rank_once(environment, tmp_path):
+def test_ctrl_c_reaches_each_rank_once(environment, tmp_path):
     """The terminal sends it to every process of the foreground; a rank that got it twice would leave without saving."""
     argv = [*launcher(2), *TINY, "--epochs", 500, "--delay-s", 0.1, "--save-dir", tmp_path / "run"]
     pid, terminal = pty.fork()
@@ -381,7 +381,7 @@ def killed(environment):
 @pytest.mark.parametrize(
     ("again", "end"), [(None, ""), (killed, "; the same command resumes from the last checkpoint")]
 )
-def test_only_a_run_with_checkpoints_is_said_to_go_on(again, end, capfd):
+def test_only_a_run_with_checkpoints_is_said_to_resume(again, end, capfd):
     assert launching.launch(killed, 1, again) == 128 + signal.SIGKILL
     assert capfd.readouterr().err == f"rank 0 was killed by signal 9{end}\n"
 
@@ -437,13 +437,13 @@ class LosesRank:
         return 0
 
 
-def test_what_lost_a_rank_starts_again(tmp_path, capfd):
+def test_a_group_that_lost_a_rank_restarts(tmp_path, capfd):
     job = LosesRank(tmp_path)
     assert launching.launch(job, 2, job) == 0
     assert capfd.readouterr().err == "rank 1 was killed by signal 9; restarting\n"
 
 
 @pytest.mark.slow
-def test_what_lacks_memory_starts_again(tmp_path):
+def test_a_process_out_of_memory_is_restarted(tmp_path):
     assert launching.launch(LacksMemory(tmp_path / "starts"), 1) == 0
     assert len((tmp_path / "starts").read_text().splitlines()) == 3

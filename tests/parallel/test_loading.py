@@ -79,7 +79,7 @@ def found(tmp_path_factory):
     return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in range(WORLD_SIZE)]
 
 
-def test_all_have_what_the_main_process_has_read(found):
+def test_every_rank_has_what_rank_0_read(found):
     expected = found[0]["read"]
     for own in found:
         assert own["step"] == 3 and own["same_strides"] == [True, True]
@@ -89,7 +89,7 @@ def test_all_have_what_the_main_process_has_read(found):
         assert all(map(torch.equal, tensors, wanted))
 
 
-def test_buffers_of_any_type_are_those_of_the_main_process(found):
+def test_buffers_of_any_dtype_come_from_rank_0(found):
     assert [own["agreed"] for own in found] == [[[0] * 4, [5] * 4]] * WORLD_SIZE
 
 

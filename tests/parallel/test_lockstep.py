@@ -57,25 +57,25 @@ def assert_told(output, step, since, where, guilty, others):
     assert "Traceback" not in output
 
 
-def test_one_bit_on_one_of_three_ranks(drifted):
+def test_one_flipped_bit_on_one_of_three_ranks(drifted):
     statuses, output, saved = drifted("bit 1 12", *EVERY, 4, "--save-every-steps", 5, world_size=3)
     assert_told(output, 12, 10, r"model\.layers\.4\.weight", member(1), f"{member(0)} and {member(2)}")
     assert statuses == [2, 2, 2]
     assert saved == [5, 9, 10]
 
 
-def test_a_forward_that_changes_a_parameter_is_noticed_before_the_save(drifted):
+def test_a_parameter_changed_in_forward_is_detected_before_the_save(drifted):
     statuses, output, saved = drifted("forward 1 5", *EVERY, 1000)
     assert_told(output, 13, None, r"model\.layers\.1\.bias", member(0), member(1))
     assert (statuses, saved) == ([2, 2], [])
 
 
 @pytest.mark.slow
-def test_nothing_is_compared_where_nobody_wants_it(drifted):
+def test_facts_are_not_compared_if_unwanted(drifted):
     assert drifted("bit 1 5", *EVERY, 0)[::2] == ([0, 0], [13, 26])
 
 
-def test_buffers_of_each_rank_s_own_are_told_once(drifted):
+def test_buffers_that_differ_between_ranks_are_reported_once(drifted):
     statuses, output, saved = drifted("buffer", *EVERY, 2)
     assert (statuses, saved) == ([0, 0], [13, 26])
     assert output.count("may differ between ranks") == 1
@@ -83,14 +83,14 @@ def test_buffers_of_each_rank_s_own_are_told_once(drifted):
 
 
 @pytest.mark.slow
-def test_a_buffer_that_no_forward_should_change(drifted):
+def test_a_changed_constant_buffer_is_refused(drifted):
     statuses, output, saved = drifted("table 0 5", *EVERY, 2)
     assert_told(output, 6, 4, r"model\.table", member(0), member(1))
     assert (statuses, saved) == ([2, 2], [])
 
 
 @pytest.mark.slow
-def test_other_kinds_of_devices_are_told_once_and_go_on(drifted):
+def test_a_change_of_device_kind_is_reported_once(drifted):
     statuses, output, saved = drifted("bit-threads 1 5", *EVERY, 2)
     assert (statuses, saved) == ([0, 0], [13, 26])
     assert output.count("After optimizer step 6 the ranks are not bit-identical: model.layers.4") == 1
@@ -98,14 +98,14 @@ def test_other_kinds_of_devices_are_told_once_and_go_on(drifted):
 
 
 @pytest.mark.slow
-def test_copies_of_parts(drifted):
+def test_copies_of_shards(drifted):
     more = [*EVERY, 2, "--shard-size", 2]
     statuses, output, _ = drifted("part 3 5", *more, world_size=4, form="fsdp")
     assert statuses == [2] * 4
     assert_told(output, 6, 4, r"model\.layers\.4\.bias", member(1), member(3))
 
 
-def test_parts_without_copies_are_told(drifted):
+def test_shards_without_copies_are_reported(drifted):
     statuses, output, _ = drifted("forward 1 2", *EVERY, 2, "--max-steps", 4, form="fsdp")
     assert statuses == [0, 0]
     assert "Every process has a different shard of the model" in output
@@ -137,7 +137,7 @@ def hash_of(fingerprint, tensors):
 
 
 @pytest.mark.parametrize("name", [name for name, tensor in TENSORS.items() if tensor.numel()])
-def test_every_bit_shows(name, fingerprint):
+def test_every_bit_changes_the_digest(name, fingerprint):
     tensors = {key: tensor.clone() for key, tensor in TENSORS.items()}
     before = hash_of(fingerprint, tensors.values())
     memory = tensors[name].view(-1).view(torch.uint8) if tensors[name].is_contiguous() else None
@@ -151,7 +151,7 @@ def test_every_bit_shows(name, fingerprint):
     assert hash_of(fingerprint, tensors.values()) == before
 
 
-def test_places_and_signs_show(fingerprint):
+def test_positions_and_signs_change_the_digest(fingerprint):
     """Which a sum would not tell, nor one of products whose high bits overflow."""
     values = torch.randn(70_000)
     before = hash_of(fingerprint, [values])
@@ -180,7 +180,7 @@ class Pair(Group):
         return [value, value._replace(hashes=[own + self.wrong for own in value.hashes])]
 
 
-def test_a_gpu_is_given_time(monkeypatch):
+def test_a_gpu_gets_a_longer_timeout(monkeypatch):
     """And what is under way meanwhile is compared in turn."""
     monkeypatch.setattr("trainer.loop.lockstep.queue_of", lambda device: DeviceQueue(GROUP_SIZE))
     strategy, progress = Strategy(Pair([CPU])), Progress()

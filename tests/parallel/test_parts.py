@@ -107,7 +107,7 @@ def learnt():
     return model.state_dict(), num_clipped
 
 
-def test_one_device_learns_the_bits_of_a_bare_loop(run_here, tmp_path):
+def test_one_device_matches_a_bare_loop_bit_identically(run_here, tmp_path):
     out, _ = run_here(*CASES["one phase"], *FLAGS, "--save-dir", tmp_path)
     assert f"; each device runs {NUM_PARTS} forward/backward pass(es) per step and stores 5 gradient(s)." in out
     expected, num_clipped = learnt()
@@ -116,7 +116,7 @@ def test_one_device_learns_the_bits_of_a_bare_loop(run_here, tmp_path):
     assert {name: digest(value) for name, value in found.items()} == {n: digest(v) for n, v in expected.items()}
 
 
-def test_what_is_not_there_changes_no_bit():
+def test_absent_samples_change_no_bit():
     """Not even the sign of a zero, be it a part without a gradient or a process without parts."""
     params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1, dtype=torch.complex64))]
     flat, tree, sent = FlatGradients(params), TreeSum(add_grads), []
@@ -242,19 +242,19 @@ def digests(folder):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_several_devices_learn_the_same_bits(world_size, case, folders):
+def test_several_devices_train_bit_identically(world_size, case, folders):
     assert digests(folders[world_size] / case) == digests(folders[1] / case)
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_goes_on_to_the_bit_with_half_as_many_devices(world_size, case, folders):
+def test_a_run_resumes_bit_identically_on_half_the_devices(world_size, case, folders):
     assert digests(folders[world_size] / f"{case} resumed") == digests(folders[1] / case)
 
 
 @pytest.mark.parametrize("broken", BROKEN)
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_another_order_of_adding_up_shows(world_size, broken, folders):
+def test_another_order_of_summation_is_detected(world_size, broken, folders):
     """Or these tests would prove nothing."""
     places = folders[1] / "one phase", folders[world_size] / broken
     right, wrong = (load(place / up_to_mid_epoch(place)[-1]["file"]) for place in places)
@@ -289,7 +289,7 @@ TABLES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
-def test_the_table_of_digests(name, command):
+def test_the_table_of_digests_is_complete(name, command):
     """Of each workload, and of a model whose gradients would travel during the backward."""
     more = ["--max-steps", 4, "--batch-size", 4, "--device", "cpu"]
     out = command("benchmarks/equal_bits.py", *TABLES[name], *more, timeout=900).stdout
@@ -309,7 +309,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("words", REFUSED)
-def test_flags_that_do_not_go_together_are_refused(words):
+def test_incompatible_flags_are_refused(words):
     _, problems = parse(words.split(), several_devices="--multi-gpu" in words)
     assert any(problem.startswith(REFUSED[words]) for problem in problems), problems
 
@@ -327,7 +327,7 @@ def test_flags_that_do_not_go_together_are_refused(words):
         ("--parts 2 --global-batch-size 65", 1, "--global-batch-size 65: must be from 2 to 64, because each of 2"),
     ],
 )
-def test_parts_that_cannot_be_cut_are_refused(words, num_devices, message):
+def test_models_that_cannot_be_sharded_are_refused(words, num_devices, message):
     flags, _ = parse(words.split(), several_devices=False)
     strategy = SingleDevice(torch.device("cpu"), flags.batch.parts)
     strategy.group.world_size = num_devices
@@ -335,7 +335,7 @@ def test_parts_that_cannot_be_cut_are_refused(words, num_devices, message):
         arrange_batches(flags, {}, [32], strategy, None)
 
 
-def test_a_batch_of_the_tasks_order_that_no_parts_hold_is_refused(run_here, tmp_path):
+def test_a_task_order_with_a_batch_that_parts_cannot_hold_is_refused(run_here, tmp_path):
     (tmp_path / "large.py").write_text(
         "import numpy as np\nfrom tests.helpers.parted_task import Parted\n\nclass Large(Parted):\n"
         "    def order(self, phase, epoch, global_batch_size):\n        return [np.arange(40), np.arange(40, 53)]\n"
@@ -353,7 +353,7 @@ def test_sparse_gradients_are_refused(run_here, tmp_path):
 
 
 @pytest.mark.parametrize(("words", "variable", "expected"), [("", None, 1), ("--num-threads 2", None, 2), ("", "4", 4)])
-def test_a_process_takes_one_thread_unless_told(words, variable, expected, monkeypatch):
+def test_a_process_uses_one_thread_by_default(words, variable, expected, monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(4)  # as torch reads the variable when it is imported
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -367,7 +367,7 @@ def test_a_process_takes_one_thread_unless_told(words, variable, expected, monke
         torch.set_num_threads(before)
 
 
-def test_a_run_does_not_go_on_with_other_threads(run_here, tmp_path):
+def test_a_resumed_run_keeps_its_number_of_threads(run_here, tmp_path):
     argv, num_threads = [*CASES["one phase"], *FLAGS, "--save-dir", tmp_path], torch.get_num_threads()
     run_here(*argv, "--epochs", 1)
     _, err = run_here(*argv, "--epochs", 2, "--num-threads", 2, status=2)
@@ -375,7 +375,7 @@ def test_a_run_does_not_go_on_with_other_threads(run_here, tmp_path):
     assert "--num-threads 2: the checkpoint was trained with 1" in err and "use --num-threads 1" in err
 
 
-def test_a_run_may_go_on_in_parts_and_without(run_here, tmp_path):
+def test_a_run_may_resume_with_and_without_shards(run_here, tmp_path):
     """From the middle of an epoch, with the sums of the epoch so far."""
     argv = [*CASES["one phase"], *FLAGS, "--epochs", 1, "--global-batch-size", 16, "--dropout", 0]
     losses, more = [], []

@@ -85,19 +85,19 @@ def test_a_rank_that_computes_slowly_is_named(phase, prepare, trained):
 
 
 @pytest.mark.slow
-def test_one_of_three_is_named(trained):
+def test_one_of_three_ranks_is_named(trained):
     assert_named(trained(f"backward 2 {LONG}", "--max-steps", 24, world_size=3), 2, "backward")
 
 
 @pytest.mark.slow
-def test_nobody_is_named_in_a_thousand_steps_of_equal_work(trained):
+def test_no_rank_is_named_in_a_thousand_steps_of_equal_work(trained):
     assert " is slow: " not in trained("nowhere 0 0", "--max-steps", 1000, prepare=None)
 
 
 # --- the parts ---------------------------------------------------------------------------------------------------
 
 
-def test_who_is_slow_is_so_in_every_report():
+def test_a_rank_is_slow_only_if_it_is_slow_in_every_report():
     """Of many reports about 8 processes of equal work with noise, one of which is slower by half."""
     rng = np.random.default_rng(0)
     own = rng.lognormal(0, 0.2, (200, NUM_REPORTS, 8, len(OWN)))
@@ -108,7 +108,7 @@ def test_who_is_slow_is_so_in_every_report():
     assert sum(slow_ranks(reports, 1.3) == [5] for reports in own) < 20
 
 
-def test_of_two_the_slow_one_is_told():
+def test_the_slow_one_of_two_ranks_is_named():
     even, odd = [0.0, 0.010, 0.010], [0.001, 0.015, 0.011]
     assert slow_ranks(np.array([[even, odd]]), 1.3) == [1]
     assert slow_ranks(np.array([[even, odd]]), 1.4) == []
@@ -127,7 +127,7 @@ class First(Group):
         return [value, "the second", "the third"]
 
 
-def test_what_comes_between_the_steps_does_not_count():
+def test_work_between_steps_is_not_counted():
     first = First([torch.device("cpu")])
     times = RankTimes(first)
     times.begin(Progress())

@@ -24,7 +24,7 @@ LOCAL = {
 }  # fmt: skip
 
 
-def test_which_flags_may_differ_between_ranks():
+def test_only_local_flags_may_differ_between_ranks():
     """Of `--task` another rule compares all but the folder."""
     groups = [*TRAINER_GROUPS, *(find_task(name).Config for name in TASKS)]
     assert {option.name for group in groups for option in options(group).values() if option.local} == LOCAL
@@ -42,7 +42,7 @@ def test_a_difference_is_named_with_both_values():
     )
 
 
-def test_of_many_differences_a_few_are_named():
+def test_a_few_of_many_differences_are_named():
     stated = [{f"--flag-{k}": rank > 1 for k in range(20)} for rank in range(300)]
     with pytest.raises(UserError) as refused:
         refuse_differences(stated, "do something")
@@ -51,7 +51,7 @@ def test_of_many_differences_a_few_are_named():
     assert message.count("--flag") == MOST_NAMED and "; and 12 more; do something" in message
 
 
-def test_what_a_rank_does_not_know_is_not_compared():
+def test_facts_that_a_rank_lacks_are_not_compared():
     refuse_differences([{"digest": "a"}, {}, {"digest": "a", "run": "b"}], "")
 
 
@@ -83,7 +83,7 @@ def come(tmp_path):
     return run
 
 
-def test_all_meet(come):
+def test_all_ranks_join(come):
     assert come(*(RankEnvironment(rank, 3) for rank in (1, 0, 2)), within_s=60) == [None] * 3
 
 
@@ -93,7 +93,7 @@ def test_a_second_process_of_a_rank_is_refused_at_once_and_the_others_meet(come)
     assert isinstance(third, UserError) and str(third).startswith("rank 1 of 2: another process has already joined ")
 
 
-def test_a_rank_that_does_not_come_is_named(come):
+def test_a_rank_that_does_not_join_is_named(come):
     ends = come(RankEnvironment(0, 3), RankEnvironment(1, 3), RankEnvironment(1, 3), within_s=1.2)
     assert [type(end) for end in ends] == [RuntimeError, RuntimeError, UserError]
     assert str(ends[0]) == "rank 2 did not join, and several processes joined as rank 1"
@@ -105,7 +105,7 @@ def test_another_number_of_ranks_is_refused(come):
         assert str(refusal).startswith(f"rank {rank} has WORLD_SIZE=3, but rank 0 has WORLD_SIZE=2; ")
 
 
-def test_what_torch_waits_for_without_an_end_is_given_up():
+def test_endless_waits_of_pytorch_time_out():
     forever = threading.Event()
     assert within(0.05, forever.wait) is None
     forever.set()
@@ -188,7 +188,7 @@ def test_ranks_may_keep_their_data_in_different_places(meet, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_given_twice_and_one_that_is_missing_end_in_time(meet, tmp_path):
+def test_a_duplicate_and_a_missing_rank_end_in_time(meet, tmp_path):
     statuses, messages, seconds = meet(*((rank, ["--save-dir", tmp_path]) for rank in (0, 1, 1)), world_size=3)
     assert statuses == [2] * 3 and seconds < 60  # --dist-timeout-s is 20
     told = sorted(line for lines in messages for line in lines)

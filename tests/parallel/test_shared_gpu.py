@@ -11,7 +11,7 @@ from trainer.flags import MultiDeviceFlags
 from trainer.parallel.process_group import first_sharing_ranks
 
 
-def test_ranks_that_share_a_gpu_are_found():
+def test_ranks_that_share_a_gpu_are_detected():
     assert first_sharing_ranks([("a", "GPU-1"), ("a", "GPU-2"), ("b", "GPU-1"), ("b", "GPU-2")]) == []
     assert first_sharing_ranks([("a", "GPU-1"), ("b", "GPU-7"), ("b", "GPU-1"), ("b", "GPU-7")]) == [1, 3]
 
@@ -35,7 +35,7 @@ def show_one_gpu():
     return lambda: None
 
 
-def test_nccl_is_refused_before_it_begins(environment, tmp_path):
+def test_nccl_is_refused_before_the_start(environment, tmp_path):
     """By one message, of the ranks and of what to change."""
     output = tmp_path / "out"
     argv = ["--multi-gpu", "ddp", *TINY, "--save-dir", tmp_path / "run"]

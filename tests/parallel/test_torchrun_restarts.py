@@ -40,13 +40,13 @@ def rewrite_config(directory, **values):
     file.write_text(json.dumps(config))
 
 
-def test_the_agent_is_named_under_torchrun_alone(monkeypatch):
+def test_the_agent_has_a_name_only_under_torchrun(monkeypatch):
     assert torchrun_agent() is None
     monkeypatch.setenv(AGENT, "none")
     assert torchrun_agent().startswith(f"process {os.getppid()} on {os.uname().nodename} since ")
 
 
-def test_fresh_counts_once(under_torchrun, start, tmp_path):
+def test_fresh_applies_once_across_restarts(under_torchrun, start, tmp_path):
     start()
     rewrite_config(tmp_path / "run", torchrun_agents=["another"])
     out, _ = start("--fresh")
@@ -62,7 +62,7 @@ def test_fresh_without_torchrun_starts_over_each_time(start, tmp_path):
     assert (tmp_path / "run" / "previous-2").exists()
 
 
-def test_a_lock_that_a_lost_node_of_the_same_job_left_is_taken_over(under_torchrun, start, tmp_path):
+def test_a_lock_left_by_a_lost_node_of_the_same_job_is_taken_over(under_torchrun, start, tmp_path):
     start()
     (tmp_path / "run" / "lock").write_text(f"{ELSEWHERE}\n")
     rewrite_config(tmp_path / "run", torchrun_agents=["lost", torchrun_agent()])
@@ -71,7 +71,7 @@ def test_a_lock_that_a_lost_node_of_the_same_job_left_is_taken_over(under_torchr
 
 
 @pytest.mark.parametrize("agents", [[], ["another"], None, 7])
-def test_a_lock_of_another_job_is_not(agents, under_torchrun, start, tmp_path, monkeypatch):
+def test_a_lock_of_another_job_is_not_taken_over(agents, under_torchrun, start, tmp_path, monkeypatch):
     """Before nobody has renewed it for a while."""
     start()
     monkeypatch.setattr("trainer.checkpoint.lock._is_renewed", lambda path: True)
@@ -95,7 +95,7 @@ def test_the_global_batch_is_kept_before_there_is_a_checkpoint(restarted, under_
     assert results["step"] == (1 if restarted else 3)
 
 
-def test_a_job_that_is_started_again_keeps_the_id_of_its_run(under_torchrun, start, tmp_path):
+def test_a_restarted_job_keeps_the_id_of_its_run(under_torchrun, start, tmp_path):
     """Though --fresh is in its command, and nothing was saved."""
     file = tmp_path / "dies_again.py"
     file.write_text(DIES)

@@ -9,7 +9,7 @@ from trainer.profiling.batch_size import search
 
 
 @pytest.mark.parametrize("limit", [7, 8, 9, 15, 16, 17, 100, 127, 128, 129, 1000, 1024, 5000])
-def test_search_finds_the_limit_to_a_sixteenth(limit):
+def test_the_search_finds_the_limit_within_a_sixteenth(limit):
     tried = []
 
     def fits(size):
@@ -43,7 +43,7 @@ def test_batch_size_command_says_that_the_data_bounds_the_smallest(profile_here)
 
 
 @pytest.mark.slow
-def test_batch_size_command_finds_the_limit_of_memory(profile_here, tmp_path):
+def test_batch_size_command_finds_the_memory_limit(profile_here, tmp_path):
     arguments = ["--task", SLEEPY, *ANY_BATCH[2:], *SHORT, "--room", "20", "--json", tmp_path / "sizes.json"]
     out = profile_here("batch-size", *arguments).out
     result = json.loads((tmp_path / "sizes.json").read_text())

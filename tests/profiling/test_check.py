@@ -45,7 +45,7 @@ def test_check_of_two_processes(launcher, command):
     assert out.count("sums are right") == out.count(" disk: ") == 1
 
 
-def test_wrong_sums_are_found():
+def test_wrong_sums_are_detected():
     class Wrong(Group):
         def start_sum_in_place(self, values):
             values[-1] += 1
@@ -57,12 +57,12 @@ def test_wrong_sums_are_found():
     assert finding.level == "BROKEN" and finding.advice
 
 
-def test_disk_that_cannot_be_written_is_broken():
+def test_an_unwritable_disk_is_broken():
     finding = machine.tested("disk", "choose another", machine.disk, Path("/proc/self/none"))
     assert str(finding).startswith("BROKEN   disk: /proc/self: ") and str(finding).endswith("; choose another")
 
 
-def test_low_limit_of_open_files_is_warned_of():
+def test_a_low_limit_of_open_files_causes_a_warning():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
@@ -88,7 +88,7 @@ def test_check_of_processes_that_do_not_meet_has_status_1(profile_here, monkeypa
     assert "rank 1 of 2 could not join the other ranks" in done.err
 
 
-def test_processes_that_leave_while_they_meet_are_told_of_in_one_line(alone, monkeypatch):
+def test_processes_that_exit_while_joining_are_reported_in_one_line(alone, monkeypatch):
     def lost(self, value):
         raise RuntimeError("[third_party/gloo/pair.cc:553] Connection closed by peer\nmore")
 
@@ -98,7 +98,7 @@ def test_processes_that_leave_while_they_meet_are_told_of_in_one_line(alone, mon
     assert not torch.distributed.is_initialized()
 
 
-def test_a_device_that_cannot_be_used_is_not_taken_for_the_others_being_late(alone, monkeypatch):
+def test_an_unusable_device_is_not_reported_as_late_ranks(alone, monkeypatch):
     def busy(self, devices):
         if devices:
             raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable")
@@ -109,7 +109,7 @@ def test_a_device_that_cannot_be_used_is_not_taken_for_the_others_being_late(alo
     assert not torch.distributed.is_initialized()
 
 
-def test_process_beside_the_first_of_its_host_says_why_it_failed(profile_here, monkeypatch):
+def test_a_second_process_of_a_host_reports_its_failure(profile_here, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     beside = RankEnvironment(1, 2, 1, 2)
@@ -118,21 +118,21 @@ def test_process_beside_the_first_of_its_host_says_why_it_failed(profile_here, m
     assert done.err.startswith("error: rank 1 of 2 could not join the other ranks")
 
 
-def test_exchange_is_not_kept_waiting_by_the_tests_of_a_machine(profile_here, alone, monkeypatch):
+def test_machine_checks_do_not_delay_the_exchange(profile_here, alone, monkeypatch):
     monkeypatch.setattr(check, "of_this_machine", lambda *_: iter([check.Finding("OK", "disk", "slow")]))
     lines = profile_here("check", "--device", "cpu", environment=alone).out.splitlines()
     assert [line.split()[1] for line in lines[1:]] == ["exchange:", "disk:"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_check_that_is_stopped_finds_nothing(number, profile_here, monkeypatch):
+def test_a_stopped_check_reports_nothing(number, profile_here, monkeypatch):
     sizes = []
     monkeypatch.setattr(processes, "launch", lambda job, world_size: sizes.append(world_size) or 128 + number)
     assert "BROKEN" not in profile_here("check", "--device", "cpu", status=128 + number).out
     assert sizes == [2]
 
 
-def test_process_that_crashes_in_the_exchange_is_broken(profile_here, monkeypatch):
+def test_a_process_that_crashes_in_the_exchange_is_broken(profile_here, monkeypatch):
     monkeypatch.setattr(check, "of_this_machine", lambda *_: iter([]))
     monkeypatch.setattr(processes, "launch", lambda job, world_size: 128 + signal.SIGSEGV)
     assert profile_here("check", "--device", "cpu", status=1).out.count("BROKEN   exchange") == 1

@@ -42,7 +42,7 @@ def test_every_mistake_is_one_line(argv, messages, profile_here):
         assert any(line.startswith(f"error: {message}") for line in lines), lines
 
 
-def test_file_that_cannot_be_written(profile_here):
+def test_an_unwritable_file(profile_here):
     err = profile_here("step", *TINY, *SHORT, "--json", "/proc/none/step.json", status=2).err
     assert err.startswith("error: --json /proc/none/step.json: ")
 
@@ -55,7 +55,7 @@ def test_file_that_cannot_be_written(profile_here):
     ("scaling --board {file}/board", "--board {file}/board: {file}: Not a directory; choose another folder"),
     ("check --json /proc/x.json", "--json /proc/x.json: /proc: No such file or directory; choose another file"),
 ])  # fmt: skip
-def test_results_that_cannot_be_written_are_told_before_measuring(argv, message, profile_here, tmp_path):
+def test_unwritable_results_are_reported_before_measuring(argv, message, profile_here, tmp_path):
     places = {"file": tmp_path / "file", "folder": tmp_path / "folder"}
     places["file"].write_text("kept")
     places["folder"].mkdir()
@@ -65,7 +65,7 @@ def test_results_that_cannot_be_written_are_told_before_measuring(argv, message,
     assert places["file"].read_text() == "kept" and not list(places["folder"].iterdir())
 
 
-def test_launcher_is_refused_where_processes_are_started(profile_here, monkeypatch):
+def test_a_launcher_is_refused_with_nproc(profile_here, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "scaling: starts its own processes" in profile_here("scaling", status=2).err
@@ -73,7 +73,7 @@ def test_launcher_is_refused_where_processes_are_started(profile_here, monkeypat
 
 @pytest.mark.parametrize("argv", [["step", "--multi-gpu", "ddp", "--bogus"], ["scaling"], ["stpe"]])
 @pytest.mark.parametrize(("local_rank", "count"), [("0", 1), ("1", 0), (None, 1)])
-def test_one_process_of_a_launcher_tells_of_mistakes(argv, local_rank, count, profile_here, monkeypatch):
+def test_one_process_of_a_launcher_prints_errors(argv, local_rank, count, profile_here, monkeypatch):
     around = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     for variable, value in {**around, **({"LOCAL_RANK": local_rank} if local_rank else {})}.items():
         monkeypatch.setenv(variable, value)
@@ -81,7 +81,7 @@ def test_one_process_of_a_launcher_tells_of_mistakes(argv, local_rank, count, pr
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_teaches(name, capsys, monkeypatch):
+def test_help_explains_common_commands(name, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["profiler.py"])
     with pytest.raises(SystemExit) as ended:
         profile([name, "--help"])
@@ -92,7 +92,7 @@ def test_help_teaches(name, capsys, monkeypatch):
     assert "--json" in out and "--device" in out
 
 
-def test_trace_is_not_said_to_be_for_tensorboard_alone(capsys, monkeypatch):
+def test_the_trace_message_names_other_viewers_than_tensorboard(capsys, monkeypatch):
     """TensorBoard shows nothing of it without a package that is not among the requirements."""
     monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit):
@@ -102,7 +102,7 @@ def test_trace_is_not_said_to_be_for_tensorboard_alone(capsys, monkeypatch):
     assert "TensorBoard needs the package torch-tb-profiler to show the trace" in out
 
 
-def test_lost_process_of_a_measurement_is_not_said_to_go_on(alone):
+def test_a_lost_process_of_a_measurement_is_not_said_to_resume(alone):
     flags, _ = parse([*TINY, "--multi-gpu", "ddp"], True, StepFlags)
     strategy = start_strategy(flags, alone)
     assert strategy.group.diagnosis.has_checkpoints
@@ -110,7 +110,7 @@ def test_lost_process_of_a_measurement_is_not_said_to_go_on(alone):
         assert not strategy.group.diagnosis.has_checkpoints
 
 
-def test_sigterm_ends_a_measurement_in_order():
+def test_sigterm_ends_a_measurement_cleanly():
     before, left = signal.getsignal(signal.SIGTERM), []
 
     def work():

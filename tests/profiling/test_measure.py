@@ -13,7 +13,7 @@ from trainer.profiling.measure import MeasuredRun
 from trainer.profiling.phase_clock import BACKWARD, COMMUNICATION, COPY, OPTIMIZER, PHASES, REST
 
 
-def test_steps_are_those_of_the_loop_and_as_many_as_asked_for(run):
+def test_measured_steps_equal_the_loops_in_number_and_content(run):
     """40 samples are 3 steps of 16, 16 and 8."""
     weights = [p.clone() for p in run.learner.objective.parameters()]
     assert MeasuredRun(run).train(2) == 32
@@ -47,7 +47,7 @@ def test_clock_leaves_the_run_as_it_was(run):
     assert 0.8 * wall_ms < steps.sum() <= wall_ms
 
 
-def test_copy_optimizer_and_logging_are_told_apart(run, monkeypatch):
+def test_copy_optimizer_and_logging_time_are_separated(run, monkeypatch):
     """The loop itself does not say where they end. The steps are of 2, 2 and 1 micro-batches."""
     (optimizer,) = run.learner.optimizers["train"]
     optimizer.step = slow(optimizer.step, 0.03)
@@ -62,7 +62,7 @@ def test_copy_optimizer_and_logging_are_told_apart(run, monkeypatch):
     assert steps.sum() < sum(expected.values()) + 300
 
 
-def test_an_exchange_of_gradients_is_communication_after_the_backward_and_within_it(run, monkeypatch):
+def test_gradient_exchange_counts_as_communication(run, monkeypatch):
     def exchange(strategy, params):
         strategy.group.activity.enter(EXCHANGE)
         time.sleep(0.03)
@@ -83,12 +83,12 @@ def test_an_exchange_of_gradients_is_communication_after_the_backward_and_within
     assert within[COMMUNICATION]["ms_mean"] >= 20 > within[BACKWARD]["ms_mean"]
 
 
-def test_accumulated_steps_are_single_steps(run):
+def test_accumulated_steps_equal_single_steps(run):
     assert MeasuredRun(run).measure(3, 1)["global_batch_size"] == 16
     assert MeasuredRun(run).measure(3, 1)["steps"] == 3
 
 
-def test_samples_of_a_step_are_an_average_where_the_last_one_is_short(run):
+def test_samples_per_step_are_averaged_if_the_last_step_is_short(run):
     """40 samples are steps of 16, 16 and 8."""
     result = MeasuredRun(run).measure(3, 1)
     assert result["samples_per_step"] == pytest.approx(40 / 3)
@@ -96,7 +96,7 @@ def test_samples_of_a_step_are_an_average_where_the_last_one_is_short(run):
     assert result["samples_per_second"] == pytest.approx(1e3 * result["samples_per_step"] / result["step_ms_mean"])
 
 
-def test_phases_of_several_processes_are_told_as_those_of_rank_0(run):
+def test_phase_times_of_several_processes_are_those_of_rank_0(run):
     result = MeasuredRun(run).measure(2, 1)
     assert step.report(result).startswith("      ")
     assert step.report({**result, "ranks": 2 * result["ranks"]}).startswith("rank 0 ")

@@ -51,7 +51,7 @@ def quick(model, batches, **options):
     return PerformanceProfiler(model, batches, **{"repeats": 5, "warm_up": 1, **options})
 
 
-def test_sleep_in_forward_is_found_in_forward_alone():
+def test_sleep_in_forward_is_attributed_to_forward():
     profiler = quick(Resting(forward_s=0.02), loader("tensor"))
     forward, backward = profiler.profile_forward_pass(), profiler.profile_backward_pass()
     assert 20 <= forward["forward_ms_p10"] <= forward["forward_ms_median"] <= forward["forward_ms_p90"]
@@ -61,7 +61,7 @@ def test_sleep_in_forward_is_found_in_forward_alone():
     assert backward["forward_backward_ms_p10"] >= 20
 
 
-def test_sleep_in_backward_is_found_in_backward_alone():
+def test_sleep_in_backward_is_attributed_to_backward():
     profiler = quick(Resting(backward_s=0.02), loader("tensor"))
     assert profiler.profile_forward_pass()["forward_ms_p10"] < 10
     backward = profiler.profile_backward_pass()
@@ -90,7 +90,7 @@ def test_full_profile_of_every_kind_of_batch(kind, model, loss, tmp_path):
     assert all(math.isfinite(value) and value >= 0 for value in numbers)
 
 
-def test_full_profile_makes_the_folder_of_its_file(tmp_path):
+def test_full_profile_creates_the_folder_of_its_file(tmp_path):
     path = tmp_path / "deep" / "missing" / "profile.json"
     report = quick(nn.Linear(3, 2), loader("tensor"), repeats=1).run_full_profile(path)
     assert json.loads(path.read_text()) == report
@@ -104,7 +104,7 @@ def test_full_profile_that_cannot_be_written_is_refused_before_measuring(tmp_pat
     assert len(list(batches)) == 3  # none was read
 
 
-def test_memory_is_that_of_the_tensors():
+def test_counted_memory_equals_the_tensors_sizes():
     second = nn.Linear(512, 512, bias=False)
     model = nn.Sequential(nn.Linear(1024, 512, bias=False), nn.BatchNorm1d(512, affine=False), second)
     memory = quick(model, [torch.randn(256, 1024)]).profile_memory()
@@ -115,7 +115,7 @@ def test_memory_is_that_of_the_tensors():
     assert memory["peak_memory_mib"] > 50
 
 
-def test_warm_up_does_not_count():
+def test_warm_up_steps_are_not_measured():
     class SlowAtFirst(nn.Linear):
         calls = 0
 
@@ -144,7 +144,7 @@ def test_batch_sizes_are_compared_by_samples_per_second():
     torch.OutOfMemoryError("no room"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
 ])  # fmt: skip
-def test_batch_that_does_not_fit_is_told_as_such(error):
+def test_a_batch_that_does_not_fit_is_reported(error):
     class Small(nn.Linear):
         def forward(self, x):
             if len(x) > 8:
@@ -156,7 +156,7 @@ def test_batch_that_does_not_fit_is_told_as_such(error):
     assert result["largest_batch_size"] == 8
 
 
-def test_failure_that_is_not_for_want_of_memory_is_not_taken_for_it():
+def test_other_failures_are_not_reported_as_out_of_memory():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         quick(nn.Linear(4, 2), loader("tensor")).benchmark_batch_sizes([4])
 
@@ -179,7 +179,7 @@ def same(a, b):
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
-def test_measuring_changes_nothing_of_the_model():
+def test_measuring_does_not_change_the_model():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
     model[1].eval()
     model(torch.randn(5, 3)).sum().backward()
@@ -201,7 +201,7 @@ def test_measuring_changes_nothing_of_the_model():
     assert model[0].weight.grad is own_gradient
 
 
-def test_nothing_is_changed_by_a_model_that_fails_either():
+def test_a_failing_model_leaves_no_change():
     class Failing(nn.BatchNorm1d):
         def forward(self, x):
             super().forward(x)
@@ -241,7 +241,7 @@ class Named(nn.Linear):
         return {"output": super().forward(x)}
 
 
-def test_mistakes_of_the_caller_are_named():
+def test_errors_of_the_caller_are_named():
     with pytest.raises(ValueError, match="yields no batch"):
         quick(nn.Linear(3, 2), []).profile_forward_pass()
     with pytest.raises(TypeError, match="pass a loss function"):

@@ -21,7 +21,7 @@ def measured(samples_per_second, memory=(100.0,)):
     }  # fmt: skip
 
 
-def test_speedup_is_taken_within_rounds(tmp_path):
+def test_speed_up_is_computed_within_rounds(tmp_path):
     """The machine was three times as slow in the first round."""
     found = {
         World("single"): [measured(30), measured(100), measured(100)],
@@ -44,7 +44,7 @@ def test_speedup_is_taken_within_rounds(tmp_path):
     (World("dp", 2), "auto", "dp", (3, 1)),
     (World("ddp", 3), "auto", "ddp", (3, 1, 2)),
 ])  # fmt: skip
-def test_world_gets_the_first_of_the_chosen_gpus(world, device, mode, gpus, monkeypatch):
+def test_a_group_uses_the_first_chosen_gpus(world, device, mode, gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     flags, problems = parse(["--gpu-ids", "3,1,2", *FOR_SEVERAL_DEVICES], True, scaling.ScalingFlags)
@@ -68,7 +68,7 @@ def scaling_of(monkeypatch, profile_here):
     return run
 
 
-def test_scaling_says_where_the_data_bounds_the_batch_and_where_its_board_is(scaling_of, tmp_path):
+def test_scaling_reports_data_bounds_and_its_board(scaling_of, tmp_path):
     bounded = {**measured(150), "requested_global_batch_size": 64}
     out = scaling_of({1: measured(100), 2: bounded}, "--board", tmp_path / "a board").out
     assert f"tensorboard --logdir '{tmp_path / 'a board'}'\n" in out

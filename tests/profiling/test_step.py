@@ -36,7 +36,7 @@ def test_each_part_of_a_step_is_found_in_its_phase(slept):
         assert phases[phase]["ms_p10"] >= least, phase
 
 
-def test_phases_add_up_to_the_step(slept):
+def test_phase_times_sum_to_the_step_time(slept):
     result = slept["result"]
     parts = [part["ms_mean"] for part in result["phases"].values()]
     assert sum(parts) == pytest.approx(result["step_ms_mean"])
@@ -59,11 +59,11 @@ def test_trace_names_the_phases(slept):
     assert any(event.get("name", "").startswith("aten::") for event in events)
 
 
-def test_save_dir_is_left_alone(slept):
+def test_save_dir_is_not_changed(slept):
     assert not slept["save_dir"].exists()
 
 
-def test_batch_beyond_the_data_is_told_as_what_it_is(profile_here, tmp_path):
+def test_a_batch_larger_than_the_data_is_reported(profile_here, tmp_path):
     """There are 40 samples."""
     arguments = [*TINY, *SHORT, "--batch-size", "64", "--json", tmp_path / "step.json"]
     out = profile_here("step", *arguments).out
@@ -97,7 +97,7 @@ def test_steps_of_two_phases_have_their_own_samples(profile_here, tmp_path):
     [*TORCHRUN, "profiler.py", "step", "--multi-gpu", "ddp"],
 ])  # fmt: skip
 @pytest.mark.slow
-def test_step_of_two_processes(start, command, tmp_path):
+def test_a_step_of_two_processes(start, command, tmp_path):
     rests = ["--delay-s", "0.03", "--backward-s", "0.03"]
     out = command(
         *start, "--task", SLEEPY, *TINY[2:], *rests, *SHORT, "--json", tmp_path / "step.json",

@@ -30,7 +30,7 @@ SMALL = ["--task", "seqrec", "--hidden-units", "8", "--maxlen", "8"]
         (["--task", "tabular"], ["blocks.0", "blocks.1", "last_block"]),
     ],
 )  # fmt: skip
-def test_blocks_are_submodules_that_a_forward_calls_in_order(argv, names, cache_dir):
+def test_blocks_are_submodules_called_in_order(argv, names, cache_dir):
     flags, problems = parse([*argv, "--cache-dir", str(cache_dir)], several_devices=False)
     assert problems == []
     task = build_task(flags)
@@ -47,7 +47,7 @@ def test_blocks_are_submodules_that_a_forward_calls_in_order(argv, names, cache_
     assert called == names
 
 
-def test_the_propagation_of_lightgcn_is_not_compiled(cache_dir, monkeypatch):
+def test_lightgcns_propagation_is_not_compiled(cache_dir, monkeypatch):
     """The compiler would cut it into pieces at each sparse product."""
     from torch._dynamo.utils import counters
 

@@ -27,7 +27,7 @@ def encoder_of(path):
     return {name: value for name, value in weights.items() if "encoder" in name or name in ("mean", "std")}
 
 
-def test_the_encoder_is_taken_over_with_its_statistics_and_trained_on(run_here, trained, tmp_path):
+def test_the_encoder_is_loaded_with_its_statistics_and_fine_tuned(run_here, trained, tmp_path):
     run_here(*SMALL, "--encoder-path", trained, "--hidden-dims", 16, "--lr", 1e-9, "--save-dir", tmp_path)
     before, after = encoder_of(trained), encoder_of(tmp_path / "last.pth")
     for name, value in before.items():
@@ -37,7 +37,7 @@ def test_the_encoder_is_taken_over_with_its_statistics_and_trained_on(run_here, 
 
 
 @pytest.mark.parametrize("augmentation", [(), ("--no-augmentation",)])
-def test_a_frozen_encoder_stays_as_it_is_while_the_head_learns(run_here, trained, tmp_path, augmentation):
+def test_a_frozen_encoder_stays_unchanged_while_the_head_trains(run_here, trained, tmp_path, augmentation):
     run_here(
         *SMALL, "--encoder-path", trained, "--freeze-encoder", *augmentation, "--hidden-dims", 8, "--ema-decay", 0.9,
         "--log-interval", 10, "--save-dir", tmp_path,
@@ -65,7 +65,7 @@ def test_a_frozen_encoder_is_in_eval_mode_in_training(trained, cache_dir):
     assert not any(p.requires_grad for p in network.encoder.parameters())
 
 
-def test_features_computed_once_give_what_the_whole_network_gives(trained, cache_dir):
+def test_cached_features_give_the_same_logits(trained, cache_dir):
     once = frozen_task(cache_dir, trained, no_augmentation=True)
     each_time = HarTask(HarFlags(mode="first", hidden_dims=(8,), no_augmentation=True), 0, cache_dir)
     torch.manual_seed(0)
@@ -82,7 +82,7 @@ def test_features_computed_once_give_what_the_whole_network_gives(trained, cache
         torch.testing.assert_close(losses[0], losses[1])
 
 
-def test_features_do_not_depend_on_how_they_are_batched(trained, cache_dir, monkeypatch):
+def test_features_do_not_depend_on_the_batch(trained, cache_dir, monkeypatch):
     task = frozen_task(cache_dir, trained, no_augmentation=True)
     objective = task.build_objective().eval()
     task.initialise(objective)
@@ -112,7 +112,7 @@ def test_resuming_with_another_encoder_file_is_refused(run_here, trained, tmp_pa
         assert "--encoder-path: is not the encoder with which this run started" in said
 
 
-def test_features_of_less_precision_are_taken(trained, cache_dir):
+def test_features_of_lower_precision_are_accepted(trained, cache_dir):
     """As convolutions in TF32 on a GPU would compute them: the weights say whose they are, not their digits."""
     task = frozen_task(cache_dir, trained, no_augmentation=True)
     objective = task.build_objective().eval()
@@ -142,7 +142,7 @@ def test_other_files_are_refused(trained, tmp_path, cache_dir):
         attempt({"other": torch.zeros(2)}, mode="first")
 
 
-def test_flags_that_make_no_sense_together_are_named(tmp_path):
+def test_incompatible_flags_are_named(tmp_path):
     _, problems = parse(["--freeze-encoder"], several_devices=False)
     assert problems == ["--freeze-encoder: does nothing without --encoder-path; add it, or leave this flag out"]
     missing = tmp_path / "none.pth"

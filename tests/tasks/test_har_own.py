@@ -61,7 +61,7 @@ def test_classes_without_training_windows_are_reported(own, recordings, run_here
 
 
 @pytest.mark.parametrize("more", [["--epochs", 3], ["--eval-only"]], ids=lambda more: more[0])
-def test_other_held_out_people_than_at_the_checkpoint_are_reported(more, own, run_here, tmp_path):
+def test_changed_held_out_people_are_reported(more, own, run_here, tmp_path):
     argv = [*own, "--save-dir", tmp_path / "run"]
     run_here(*argv)
     out, _ = run_here(*argv, *more)
@@ -71,7 +71,7 @@ def test_other_held_out_people_than_at_the_checkpoint_are_reported(more, own, ru
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model[-1])
-def test_a_run_learns_and_labels_a_new_recording(model, own, recordings, run_here, tmp_path):
+def test_a_trained_run_labels_a_new_recording(model, own, recordings, run_here, tmp_path):
     run = tmp_path / "run"
     out, _ = run_here(*own, *model, "--save-dir", run)
     for row in ("person subject 6 people", "heart channel 62 to 100", "when left out not among --channels"):
@@ -97,7 +97,7 @@ def test_a_run_learns_and_labels_a_new_recording(model, own, recordings, run_her
 @pytest.mark.parametrize(
     ("step", "says"), [("0.01", "100"), ("10", "100"), ("10000000", "100"), ("0.04", ""), ("1", "")]
 )
-def test_a_clock_that_speaks_for_another_rate_is_said(step, says, recordings, make_task):
+def test_a_clock_that_contradicts_the_rate_is_reported(step, says, recordings, make_task):
     """The clock is in seconds, milliseconds or nanoseconds, or counts rows; --rate says 25."""
     header, *lines = (line.split(",") for line in recordings.read_text().splitlines())
     clocked = [
@@ -111,7 +111,7 @@ def test_a_clock_that_speaks_for_another_rate_is_said(step, says, recordings, ma
     assert not found or f"the clock shows {says} rows per second, but --rate 25" in found[0]
 
 
-def test_without_a_rate_the_clock_counts(recordings, run_here, tmp_path):
+def test_without_a_rate_the_clock_is_used(recordings, run_here, tmp_path):
     """In the run that is gone on with, and in what is labelled with it alone."""
     header, *lines = (line.split(",") for line in recordings.read_text().splitlines())
     clocked = [",".join([f"{i / 99.98:.5f}", *line[2:]]) for i, line in enumerate(lines)]
@@ -155,7 +155,7 @@ def test_other_data_are_recognised(files, says, make_task, tmp_path):
         assert str(refused.value).startswith(f"--data-dir {tmp_path / 'data'}: ") and says in str(refused.value)
 
 
-def test_folds_are_made_of_people(own, run_here, tmp_path):
+def test_folds_divide_people(own, run_here, tmp_path):
     run_here(*own, "--epochs", 1, "--folds", 2, "--save-dir", tmp_path / "folds")
     held_out = [
         json.loads((tmp_path / "folds" / f"fold-{k}" / "config.json").read_text())["config"]["--val-subjects"]
@@ -164,7 +164,7 @@ def test_folds_are_made_of_people(own, run_here, tmp_path):
     assert held_out == [["ann", "cat", "fay"], ["bob", "dan"]]
 
 
-def test_mistakes(own, run_here, recordings, tmp_path):
+def test_invalid_arguments_raise(own, run_here, recordings, tmp_path):
     save = ["--save-dir", tmp_path / "run"]
     for argv, part in (
         (["--window", 40, *SHORT], "--window 40: only for your own recordings; give recordings with --data-dir"),
@@ -186,7 +186,7 @@ def test_mistakes(own, run_here, recordings, tmp_path):
         assert not (tmp_path / "run").exists()
 
 
-def test_weights_do_not_meet_recordings_with_other_classes(own, recordings, run_here, tmp_path):
+def test_weights_are_refused_for_recordings_with_other_classes(own, recordings, run_here, tmp_path):
     run_here(*own, "--epochs", 1, "--save-dir", tmp_path / "run")
     recordings.write_text(recordings.read_text().replace(",rest\n", ",sleep\n"))
     _, err = run_here(*own, "--save-dir", tmp_path / "run", status=2)

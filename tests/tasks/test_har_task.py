@@ -75,7 +75,7 @@ def test_default_command_learns(default_run):
     }  # fmt: skip
 
 
-def test_run_directory_has_logs_and_pictures(default_run):
+def test_a_run_directory_has_logs_and_pictures(default_run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     directory, done = default_run
@@ -112,7 +112,7 @@ SMALL = (
 )  # fmt: skip
 
 
-def test_refit_trains_on_everyone_and_scores_the_last_weights(run_here, cache_dir, tmp_path):
+def test_refit_trains_on_all_people_and_scores_the_last_weights(run_here, cache_dir, tmp_path):
     done = run_here(*SMALL, "--refit", "--ema-decay", 0.9, "--save-dir", tmp_path)
     assert "Data: 3528 train, 1512 test samples" in done.out
     assert "Finished, with the last weights: test/loss" in done.out and "val/" not in done.out
@@ -195,7 +195,7 @@ def test_bad_data_ends_with_one_message_and_writes_nothing(command, tmp_path):
 
 @pytest.mark.slow
 @needs_uci_har
-def test_official_recordings_train(command, tmp_path):
+def test_training_on_official_recordings(command, tmp_path):
     command("main.py", "--data-dir", UCI_HAR, "--epochs", 1, "--mode", "first", "--save-dir", tmp_path / "run")
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert sum(map(sum, results["confusion_matrix"])) == 2947
@@ -203,7 +203,7 @@ def test_official_recordings_train(command, tmp_path):
 
 @pytest.mark.slow
 @needs_uci_har
-def test_the_default_settings_reach_97_percent(command, tmp_path):
+def test_default_settings_reach_97_percent(command, tmp_path):
     argv = ["--data-dir", UCI_HAR, "--refit", "--seeds", 3, "--save-dir", tmp_path / "runs"]
     command("main.py", *argv, timeout=1800)
     summary = json.loads((tmp_path / "runs" / "summary.json").read_text())
@@ -212,6 +212,6 @@ def test_the_default_settings_reach_97_percent(command, tmp_path):
 
 
 @pytest.mark.parametrize("other", [["--refit"], ["--val-subjects", 1]])
-def test_numbers_and_names_of_held_out_people_exclude_each_other(other, refused, tmp_path):
+def test_test_share_and_test_subjects_exclude_each_other(other, refused, tmp_path):
     part = f"--num-val-subjects 2 and {' '.join(map(str, other))}: cannot be combined"
     refused([part], *other, "--num-val-subjects", 2, "--save-dir", tmp_path / "run")

@@ -217,7 +217,7 @@ def difference(found, expected):
     return max(float((found[name] - w).abs().max() / w.abs().max()) for name, w in expected.items())
 
 
-def test_kgat_learns_like_a_bare_loop(data, run_here, cache_dir, tmp_path):
+def test_kgat_matches_a_bare_loop(data, run_here, cache_dir, tmp_path):
     found, task = run_and_task(run_here, cache_dir, tmp_path, *data, *KGAT)
     assert difference(found, kgat_loop(task)) < 1e-9
     for wrong in ({"phases": ("kg", "cf")}, {"refreshes": False}):
@@ -225,14 +225,14 @@ def test_kgat_learns_like_a_bare_loop(data, run_here, cache_dir, tmp_path):
 
 
 @pytest.mark.usefixtures("double_precision")  # in which a model is built, and the constants of its graph with it
-def test_lightgcn_with_a_graph_learns_like_a_bare_loop(data, run_here, cache_dir, tmp_path):
+def test_lightgcn_with_a_graph_matches_a_bare_loop(data, run_here, cache_dir, tmp_path):
     found, task = run_and_task(run_here, cache_dir, tmp_path, *data, *KG_LIGHTGCN)
     assert difference(found, kg_lightgcn_loop(task)) < 1e-9
     assert difference(found, kg_lightgcn_loop(task, with_graph=False)) > 1e-6
 
 
 @pytest.mark.usefixtures("double_precision")
-def test_softmax_over_all_items_learns_like_a_bare_loop(data, run_here, cache_dir, tmp_path):
+def test_softmax_over_all_items_matches_a_bare_loop(data, run_here, cache_dir, tmp_path):
     found, task = run_and_task(run_here, cache_dir, tmp_path, *data, *KG_LIGHTGCN, "--loss", "softmax")
     assert difference(found, softmax_loop(task)) < 1e-9
     assert difference(found, softmax_loop(task, one_by_user=True)) > 1e-6

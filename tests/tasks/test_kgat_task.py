@@ -46,7 +46,7 @@ def assert_close(one, other, rtol=1e-9):
 @pytest.mark.parametrize(
     "model", [["kgat", *SMALL], ["lightgcn", "--embed-dim", 6], ["kg-lightgcn"], ["bprmf"]], ids=lambda m: m[0]
 )
-def test_any_micro_batches_learn_the_same(model, data, run_here, tmp_path):
+def test_any_micro_batches_give_the_same_weights(model, data, run_here, tmp_path):
     argv = [*RUN, "--data-dir", data, "--model", *model, "--global-batch-size", 16]
     run_here(*argv, "--batch-size", 16, "--save-dir", tmp_path / "whole")
     run_here(*argv, "--batch-size", 5, "--eval-batch-size", 3, "--save-dir", tmp_path / "parts")
@@ -54,7 +54,7 @@ def test_any_micro_batches_learn_the_same(model, data, run_here, tmp_path):
 
 
 @pytest.mark.parametrize("nproc", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_any_number_of_processes_learns_the_same(nproc, data, run_here, command, tmp_path):
+def test_any_number_of_processes_gives_the_same_weights(nproc, data, run_here, command, tmp_path):
     argv = [*RUN, "--data-dir", data, *SMALL, "--global-batch-size", 16]
     run_here(*argv, "--save-dir", tmp_path / "one")
     several = ["--multi-gpu", "ddp", "--nproc", nproc, "--device", "cpu", "--batch-size", 3]
@@ -62,7 +62,7 @@ def test_any_number_of_processes_learns_the_same(nproc, data, run_here, command,
     assert_close(tmp_path / "one", tmp_path / "several")
 
 
-def test_other_interactions_than_at_the_checkpoint_are_reported(run_here, tmp_path):
+def test_changed_interactions_are_reported(run_here, tmp_path):
     data, said = write_catalogue(tmp_path / "data"), "The split into training and held-out data differs from the"
     argv = [*RUN, "--data-dir", data, "--model", "bprmf", "--embed-dim", 4, "--save-dir", tmp_path / "run"]
     assert said not in run_here(*argv)[0]
@@ -73,7 +73,7 @@ def test_other_interactions_than_at_the_checkpoint_are_reported(run_here, tmp_pa
         assert said in run_here(*argv, *more)[0]
 
 
-def test_resumes_with_equal_bits_from_any_step_of_either_phase(data, run_here, tmp_path):
+def test_resumes_bit_identically_from_any_step_of_either_phase(data, run_here, tmp_path):
     argv = [*RUN, "--data-dir", data, *SMALL, "--batch-size", 16, "--save-every-steps", 3, "--keep-checkpoints", 0]
     run_here(*argv, "--save-dir", tmp_path / "whole")
     entries = json.loads((tmp_path / "whole" / "manifest.json").read_text())["checkpoints"]
@@ -86,7 +86,7 @@ def test_resumes_with_equal_bits_from_any_step_of_either_phase(data, run_here, t
         assert metrics(directory) == metrics(tmp_path / "whole")
 
 
-def test_resumes_with_equal_bits_after_a_kill_in_the_refresh(command, tmp_path):
+def test_resumes_bit_identically_after_a_kill_in_the_refresh(command, tmp_path):
     task = ["--task", "tests/helpers/small_catalogue.py:KilledInRefresh", *RUN[2:]]
     argv = [*task, "--data-dir", write_catalogue(tmp_path / "data"), *SMALL, "--batch-size", 16]
     command("main.py", *argv, "--save-dir", tmp_path / "killed", status=-9)
@@ -112,7 +112,7 @@ def test_the_attention_is_refreshed_once_an_epoch(data, run_here, tmp_path):
     assert not torch.allclose(first[0], second[0])
 
 
-def test_each_validation_shows_the_share_of_attention_that_each_relation_gets(data, run_here, tmp_path, monkeypatch):
+def test_each_validation_shows_the_attention_per_relation(data, run_here, tmp_path, monkeypatch):
     drawing = Mock(wraps=draw_bars)
     monkeypatch.setattr(kgat, "draw_bars", drawing)
     run_here(*RUN, "--data-dir", data, *SMALL, "--save-dir", tmp_path)
@@ -131,7 +131,7 @@ def test_each_validation_shows_the_share_of_attention_that_each_relation_gets(da
     assert dict(zip(names, shares, strict=True))["interact"] == pytest.approx(NUM_USERS / nodes)
 
 
-def test_starts_from_matrix_factorisation(data, run_here, tmp_path):
+def test_kgat_starts_from_matrix_factorisation(data, run_here, tmp_path):
     run_here(*RUN, "--data-dir", data, "--model", "bprmf", "--embed-dim", 6, "--save-dir", tmp_path / "mf")
     start = ["--init-from-partial", tmp_path / "mf" / "best.pth"]
     out, _ = run_here(*RUN, "--data-dir", data, *SMALL, *start, "--lr", 1e-30, "--save-dir", tmp_path / "kgat")
@@ -150,7 +150,7 @@ def test_results_say_what_the_epoch_was_selected_on(data, run_here, tmp_path):
             assert results["best"]["value"] == results["metrics"]["test/recall@2"]
 
 
-def test_recommends_what_a_user_has_not_with_the_path_that_explains_it(data, run_here, tmp_path):
+def test_recommends_new_items_with_an_explaining_path(data, run_here, tmp_path):
     run_here(*RUN, "--data-dir", data, *SMALL, "--save-dir", tmp_path / "run")
     users = tmp_path / "users.csv"
     users.write_text("user\n4\n0\n")
@@ -193,7 +193,7 @@ def test_a_run_on_named_users_labels_its_own_sample(run_here, tmp_path):
 
 
 @pytest.mark.parametrize("task", ["kgat", "seqrec"])
-def test_items_with_equal_scores_are_recommended_in_one_order(task, run_here, tmp_path):
+def test_items_with_equal_scores_have_a_fixed_order(task, run_here, tmp_path):
     rows = [f"{user},{item},{item}" for user in range(40) for item in range(user % 20, user % 20 + 10)]
     (tmp_path / "ratings.csv").write_text("\n".join(["user,item,time", *rows]))
     (tmp_path / "users.csv").write_text("user,item,time\n7,7,7\n" if task == "seqrec" else "user\n7\n")
@@ -226,21 +226,21 @@ def assert_is_path(words, edges):
         ("", "contains no samples"),
     ],
 )
-def test_users_that_are_none_are_refused(text, said, data, run_here, tmp_path):
+def test_unknown_users_are_refused(text, said, data, run_here, tmp_path):
     run_here(*RUN, "--data-dir", data, "--model", "bprmf", "--epochs", 1, "--save-dir", tmp_path / "run")
     (tmp_path / "users.txt").write_text(text)
     _, err = run_here("--predict", tmp_path / "users.txt", "--save-dir", tmp_path / "run", status=2)
     assert said in err and "users.txt" in err
 
 
-def test_flags_that_a_model_has_no_use_for_are_refused(data, run_here, tmp_path):
+def test_flags_that_a_model_ignores_are_refused(data, run_here, tmp_path):
     argv = ["--task", "kgat", "--data-dir", tmp_path / "none", "--model", "lightgcn", "--aggregator", "gcn"]
     _, err = run_here(*argv, "--save-dir", tmp_path / "run", status=2)
     assert "--aggregator gcn: --model lightgcn does not use it" in err
     assert f"--data-dir {tmp_path / 'none'}: no such file or folder" in err
 
 
-def test_a_graph_is_needed_where_the_model_uses_it(data, run_here, tmp_path):
+def test_a_model_that_uses_a_graph_requires_one(data, run_here, tmp_path):
     for name in ("train.txt", "test.txt"):
         (tmp_path / name).write_bytes((data / name).read_bytes())
     _, err = run_here(*RUN, "--data-dir", tmp_path, "--save-dir", tmp_path / "run", status=2)
@@ -260,7 +260,7 @@ def test_recall_hardly_depends_on_amp(run_here, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_go_on_to_the_bit(data, command, tmp_path):
+def test_two_processes_resume_bit_identically(data, command, tmp_path):
     argv = [*RUN, "--data-dir", data, *SMALL, *TWO, "--batch-size", 4, "--save-every-steps", 4, "--keep-checkpoints", 0]
     command("main_multi_gpu.py", *argv, "--save-dir", tmp_path / "whole")
     entries = json.loads((tmp_path / "whole" / "manifest.json").read_text())["checkpoints"]
@@ -273,7 +273,7 @@ def test_two_processes_go_on_to_the_bit(data, command, tmp_path):
             assert torch.equal(weights(directory)[name], value), (entry, name)
 
 
-def test_what_is_held_out_does_not_depend_on_the_seed(run_here, tmp_path):
+def test_held_out_items_do_not_depend_on_the_seed(run_here, tmp_path):
     """Or a run that starts from one of another seed would be scored on what that one trained on."""
     run_here("--task", "kgat", "--model", "bprmf", "--epochs", 1, "--num-threads", 1, "--save-dir", tmp_path)
     scored = [
@@ -295,7 +295,7 @@ def test_no_more_is_recommended_than_a_user_has_left(data, run_here, tmp_path):
 
 
 @pytest.mark.parametrize("model", [["kgat", *SMALL], ["bprmf"]], ids=lambda m: m[0])
-def test_item_ids_that_occur_nowhere_are_neither_ranked_nor_recommended(model, run_here, tmp_path):
+def test_unused_item_ids_are_neither_ranked_nor_recommended(model, run_here, tmp_path):
     """Nor do they get a score in an exported program."""
     data = write_catalogue(tmp_path / "data")
     shifted = {n: n + 100 * (n >= 3) for n in range(NUM_ITEMS)}  # items 3 to 102 do not occur

@@ -61,7 +61,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("launcher", ["alone", pytest.param(SEVERAL, marks=pytest.mark.slow)])
-def test_packages_next_to_a_task_precede_the_trainer_s(launcher, own_task, command, tmp_path):
+def test_packages_beside_a_task_precede_the_trainers(launcher, own_task, command, tmp_path):
     flags = ("--task", own_task, "--epochs", 1, "--device", "cpu", "--save-dir", tmp_path / "run")
     # On the path already, but behind the trainer's own folder.
     command(*LAUNCHERS[launcher], *flags, launched=True, PYTHONPATH=str(Path(own_task).parent))
@@ -105,7 +105,7 @@ assert sys.modules["tasks"].__file__ == sys.argv[2], "their own package"
 """
 
 
-def test_a_script_may_have_them_beside_it_too(own_task, command, tmp_path):
+def test_a_script_may_have_its_own_modules_beside_it(own_task, command, tmp_path):
     script = Path(own_task).parent / "script.py"
     script.write_text(FROM_PYTHON)
     command(script, tmp_path / "run", script.parent / "tasks" / "__init__.py", PYTHONPATH=str(ROOT))

@@ -18,7 +18,7 @@ def lengths(picture):
     return [int(row.any(axis=0).sum()) for row in rows]
 
 
-def test_bars_are_as_long_as_their_shares():
+def test_bar_lengths_equal_shares():
     longest, half, tenth, none = lengths(draw_bars(["a", "bc", "d", "e"], [0.4, 0.2, 0.04, 0.0]))
     assert longest > WIDTH / 2
     assert (half, tenth, none) == (pytest.approx(longest / 2, abs=1), pytest.approx(longest / 10, abs=1), 0)
@@ -59,7 +59,7 @@ def test_a_confusion_matrix_shades_the_share_of_each_true_class():
     assert max(darkness[0][2], darkness[2][2]) <= 2  # nothing there, and a class that does not occur
 
 
-def test_names_that_the_font_lacks_letters_for_stay_apart():
+def test_names_with_letters_missing_in_the_font_stay_distinguishable():
     assert drawable("Übung_běh 走") == "Ubung_beh \\u8d70"
     first, second = (draw_confusion_matrix(torch.ones(1, 1), [name]) for name in ("走", "跑"))
     assert first.shape != second.shape or (first != second).any()

@@ -69,7 +69,7 @@ def slow_scores(run, split, mask_seen):
         ([*MHC, "--maxlen", "50"], True),
     ],
 )
-def test_metrics_equal_the_protocol_user_by_user_with_any_batch(more, mask_seen, argv):
+def test_metrics_equal_the_protocol_for_each_user_and_any_batch_size(more, mask_seen, argv):
     expected = None
     for size in (1, 7, 512):
         run = assembled(argv, *more, "--eval-batch-size", str(size))
@@ -87,7 +87,7 @@ def test_metrics_equal_the_protocol_user_by_user_with_any_batch(more, mask_seen,
         assert metrics == pytest.approx(expected, abs=1e-12)
 
 
-def test_the_data_has_the_cases_that_matter(argv):
+def test_the_test_data_cover_the_relevant_cases(argv):
     evaluated = [row for row in ITEMS if len(row) >= 3]
     for held_back in (1, 2):
         assert any(row[-held_back] in row[:-held_back] for row in evaluated)  # which a mask must not remove

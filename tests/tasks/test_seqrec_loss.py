@@ -66,7 +66,7 @@ def slow_loss(objective, batch, of_position):
 
 
 @every_loss
-def test_loss_is_the_one_asked_for_at_every_next_item(loss, cache_dir):
+def test_the_chosen_loss_applies_to_every_next_item(loss, cache_dir):
     task = make_task(cache_dir, loss=loss, **LOSS_SETTINGS[loss])
     objective, batch = make_objective(task), make_batch(task, index=range(100, 112))
     assert not batch["targets"].all()  # there is padding
@@ -98,7 +98,7 @@ def test_usual_numbers_of_negatives(settings, negatives, cache_dir):
 
 @every_loss
 @both_modes
-def test_parts_of_similar_length_equal_the_whole_batch(loss, mode, cache_dir, monkeypatch):
+def test_groups_of_similar_length_equal_the_whole_batch(loss, mode, cache_dir, monkeypatch):
     task = make_task(cache_dir, loss=loss, **LOSS_SETTINGS[loss], **mode)
     objective, batch = make_objective(task), make_batch(task)
     assert len(list(by_length(batch))) == 4
@@ -109,7 +109,7 @@ def test_parts_of_similar_length_equal_the_whole_batch(loss, mode, cache_dir, mo
 
 
 @both_modes
-def test_calls_the_model_equally_often_where_it_has_to(mode, cache_dir):
+def test_every_rank_calls_a_collective_model_equally_often(mode, cache_dir):
     task = make_task(cache_dir, **mode)
     objective, batch = make_objective(task), make_batch(task)
     calls = []
@@ -123,7 +123,7 @@ def test_calls_the_model_equally_often_where_it_has_to(mode, cache_dir):
 
 @pytest.mark.parametrize("size", [1, 3, 7, 8, 9, 10, 34])
 @pytest.mark.parametrize("loss", ["ce", "bce", "gbce"])
-def test_parts_keep_every_sample_and_drop_only_padding(size, loss, cache_dir):
+def test_cutting_batches_keeps_every_sample_and_drops_only_padding(size, loss, cache_dir):
     batch = rows_of(make_batch(make_task(cache_dir, loss=loss, last_items_only=True)), slice(size))
     parts = list(by_length(batch))
     splits = size >= 8 and int(batch["length"].sum()) < 0.9 * batch["items"].numel()  # else it does not pay

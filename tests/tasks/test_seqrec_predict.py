@@ -60,7 +60,7 @@ def slow_scores(run, items, times):
     return scores
 
 
-def test_recommends_what_the_model_ranks_first_of_what_a_user_has_not_had(trained, predict):
+def test_recommends_the_highest_ranked_new_items(trained, predict):
     run, _ = trained
     histories = {"zoe": ([5, 3, 9], [10, 10, 30]), "adam": (list(range(20, 29)), [*range(1, 18, 2)])}
     lines = [
@@ -79,7 +79,7 @@ def test_recommends_what_the_model_ranks_first_of_what_a_user_has_not_had(traine
         assert [float(row["score"]) for row in rows] == pytest.approx(expected.values.tolist(), rel=1e-4)
 
 
-def test_columns_of_the_new_file_are_used_and_strangers_reported(trained, predict):
+def test_columns_of_a_new_file_are_used_and_unknown_ones_reported(trained, predict):
     plain = "user,item,time\nmia,item-004,7\nmia,item-777,8\ntom,item-888,9\n"
     flags = ["--user-column", "user", "--time-column", "time", "--top-k", 1]
     table, err = predict(plain, *flags)
@@ -99,7 +99,7 @@ def test_columns_of_the_new_file_are_used_and_strangers_reported(trained, predic
         ("", [], "is empty"),
     ],
 )  # fmt: skip
-def test_a_file_that_cannot_be_used_is_refused_by_its_flag(text, more, part, predict):
+def test_an_unusable_file_is_refused_with_its_flag(text, more, part, predict):
     _, err = predict(text, *more, status=2)
     assert part in err and "histories.csv" in err and "Traceback" not in err
     assert "--predict " in err and "--data-dir" not in err
@@ -113,7 +113,7 @@ def test_a_file_that_cannot_be_used_is_refused_by_its_flag(text, more, part, pre
         ("log.csv", "would overwrite the run's --data-dir"),
     ],
 )
-def test_a_table_replaces_nothing_of_the_run(output, part, trained, predict, tmp_path):
+def test_predicting_changes_no_file_of_the_run(output, part, trained, predict, tmp_path):
     path = tmp_path / output
     before = path.read_bytes() if path.exists() else None
     _, err = predict(HISTORY, "--output", path, status=2)
@@ -124,14 +124,14 @@ def test_a_table_replaces_nothing_of_the_run(output, part, trained, predict, tmp
     assert inside.read_text().startswith("user,rank,item,score\n")
 
 
-def test_times_are_needed_where_the_model_was_trained_with_them(trained, predict):
+def test_a_model_trained_with_times_requires_times(trained, predict):
     text = "buyer,item\na,item-001\n"
     with_times = trained[1]
     _, err = predict(text, "--time-column", "none", status=2 if with_times else 0)
     assert ("has no times, but the run was trained with times" in err) == with_times
 
 
-def test_the_names_of_items_stay_with_the_run(trained):
+def test_item_names_are_saved_with_the_run(trained):
     facts = json.loads((trained[0] / "config.json").read_text())["data_facts"]
     assert facts["items"].split("\n") == sorted({name(i) for row in ITEMS for i in row})
     assert np.all(load_run(trained[0]).items.weight.shape == (NUM_ITEMS + 1, 8))

@@ -61,7 +61,7 @@ def test_every_mode_trains_with_every_loss(mode, loss, argv, tmp_path, signals_r
         ("SASRec, mHC", SASRec, HyperConnection),
     ],
 )
-def test_modes_are_the_models_that_they_say(mode, kind, connection, argv):
+def test_modes_are_the_described_models(mode, kind, connection, argv):
     model = assembled(argv, *MODES[mode]).learner.objective.model
     assert type(model) is kind
     for block in model.blocks:
@@ -83,7 +83,7 @@ def test_flags_of_the_model_reach_it(argv):
     assert assembled(argv).learner.objective.model.blocks[0].attention_connection.order == "original"
 
 
-def test_whole_histories_are_all_predicted_once_an_epoch(argv):
+def test_whole_histories_are_predicted_once_an_epoch(argv):
     whole, last = (assembled(argv, *more).task.splits()["train"] for more in ([], ["--last-items-only"]))
     num_terms, of_last = (int(data.num_terms(np.arange(len(data))).sum()) for data in (whole, last))
     in_training = [len(row) - 2 if len(row) >= 3 else len(row) for row in ITEMS]
@@ -91,14 +91,14 @@ def test_whole_histories_are_all_predicted_once_an_epoch(argv):
 
 
 @pytest.mark.parametrize("split", ["ratio", "time"])
-def test_other_splits_and_cut_offs_train_and_select(split, argv, tmp_path, signals_restored):
+def test_other_splits_and_cut_offs_work(split, argv, tmp_path, signals_restored):
     results = run_main(argv, tmp_path, "--split", split, "--val-share", "0.2", "--ks", "3", "7", "--eval-start")
     kinds = [*KINDS, *(f"sampled_{kind}" for kind in KINDS), "coverage", "popularity"]
     assert set(results["metrics"]) == {f"test/{kind}@{k}" for kind in kinds for k in (3, 7)}
     assert results["best"]["monitor"] == "val/ndcg@3" and 0 < results["metrics"]["test/coverage@3"] < 1
 
 
-def test_mixed_precision_trains(argv, tmp_path, signals_restored):
+def test_mixed_precision_training_works(argv, tmp_path, signals_restored):
     for loss in LOSSES:
         results = run_main(argv, tmp_path / loss, "--loss", loss, *LOSSES[loss], *MHC, "--amp", "bf16")
         assert_complete(results, tmp_path / loss)
@@ -120,7 +120,7 @@ def test_optimizer_has_the_published_memory_and_no_decay(argv):
     [MHC, ["--loss", "bce", "--no-time"], ["--loss", "sampled", "--num-negatives", "5", "--last-items-only"]],
     ids=["TiSASRec, mHC", "SASRec, bce", "TiSASRec, whole histories"],
 )
-def test_resumes_with_the_same_bits(more, argv, tmp_path, signals_restored):
+def test_resumes_bit_identically(more, argv, tmp_path, signals_restored):
     """With dropout and drawn negatives, from the middle of the second epoch."""
     argv = [*argv, *more, "--epochs", "3", "--save-every-steps", "2", "--keep-checkpoints", "0"]
     whole, again = tmp_path / "whole", tmp_path / "again"
@@ -144,7 +144,7 @@ def write_small(path, item_of=lambda number: number):
     path.write_text("".join(f"{user} {item} {time}\n" for user, item, time in rows))
 
 
-def test_other_interactions_than_at_the_checkpoint_are_reported(run_here, tmp_path):
+def test_changed_interactions_are_reported(run_here, tmp_path):
     """Of the same items, and as many; and the same ones split in another way."""
     data, said = tmp_path / "data.txt", "The split into training and held-out data differs from the checkpoint"
     argv = ["--task", "seqrec", "--data-dir", data, "--hidden-units", 8, "--k-core", 0, "--num-threads", 1]
@@ -158,7 +158,7 @@ def test_other_interactions_than_at_the_checkpoint_are_reported(run_here, tmp_pa
         assert said in run_here(*argv, *more)[0]
 
 
-def test_a_hundred_negatives_from_few_items_cause_a_warning(make_task, tmp_path):
+def test_many_negatives_from_few_items_cause_a_warning(make_task, tmp_path):
     data = tmp_path / "data.txt"
     write_small(data)
     argv = ["--task", "seqrec", "--data-dir", data, "--k-core", 0]
@@ -168,7 +168,7 @@ def test_a_hundred_negatives_from_few_items_cause_a_warning(make_task, tmp_path)
     assert "are unreliable" not in " ".join(make_task("--task", "seqrec").remarks())
 
 
-def test_weights_that_are_scored_with_other_flags_than_theirs_are_said(run_here, tmp_path):
+def test_scoring_weights_with_other_flags_is_reported(run_here, tmp_path):
     data, run = tmp_path / "data.txt", tmp_path / "run"
     write_small(data)
     argv = ["--task", "seqrec", "--data-dir", data, "--hidden-units", 8, "--k-core", 0, "--num-threads", 1]
@@ -227,7 +227,7 @@ def refused(capsys, tmp_path, cache_dir):
     return run
 
 
-def test_mistakes_are_shown_together(refused, tmp_path):
+def test_errors_are_shown_together(refused, tmp_path):
     refused(
         [
             f"--data-dir {tmp_path / 'missing'}: no such file or folder",
@@ -257,11 +257,11 @@ def test_mistakes_are_shown_together(refused, tmp_path):
         ("--k-core 1000", "--k-core 1000: no interaction in "),
     ],
 )
-def test_one_mistake(args, part, refused, data_file):
+def test_one_error_is_named(args, part, refused, data_file):
     refused([part], "--data-dir", data_file, *args.split())
 
 
-def test_columns_are_of_a_file(refused):
+def test_columns_come_from_a_file(refused):
     refused(["--user-column buyer: does nothing without --data-dir; add --data-dir"], "--user-column", "buyer")
 
 
@@ -321,7 +321,7 @@ def popularity_ndcg_at_10(task):
 
 
 @pytest.mark.slow
-def test_time_tells_more_than_order_and_both_more_than_popularity(cache_dir, tmp_path, signals_restored):
+def test_times_predict_better_than_order_and_order_better_than_popularity(cache_dir, tmp_path, signals_restored):
     """On the generated catalogue with the default training: popularity < SASRec < TiSASRec, plain and with mHC."""
     found = {}
     for mode in MODES:
@@ -342,7 +342,7 @@ def test_published_settings_step_at_one_rate_without_clipping(preset, kind, argv
     assert steps and {record["learning_rate"] for record in steps} == {0.001}
 
 
-def test_a_short_training_beats_popularity_clearly(cache_dir, tmp_path, signals_restored):
+def test_a_short_run_clearly_beats_popularity(cache_dir, tmp_path, signals_restored):
     popularity = popularity_ndcg_at_10(make_task(cache_dir, maxlen=10**3))
     argv = [
         "--task", "seqrec", "--no-time", "--cache-dir", str(cache_dir), "--num-threads", "1",

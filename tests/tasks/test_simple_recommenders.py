@@ -33,7 +33,7 @@ def results(directory):
     return json.loads((directory / "results.json").read_text())
 
 
-def test_a_fitted_run_is_scored_saved_resumed_and_used(argv, run_here, tmp_path):
+def test_a_fitted_run_is_scored_saved_resumed_and_loaded(argv, run_here, tmp_path):
     run = tmp_path / "run"
     run_here(*argv, "--save-dir", run)
     assert results(run)["scored"] == "test" and results(run)["step"] == 0
@@ -55,7 +55,7 @@ def test_a_fitted_run_is_scored_saved_resumed_and_used(argv, run_here, tmp_path)
 @pytest.mark.parametrize(
     "argv", ["seqrec rules", "seqrec sasrec", pytest.param("kgat itemknn", marks=pytest.mark.slow)], indirect=True
 )
-def test_two_processes_have_the_scores_of_one(argv, run_here, command, tmp_path):
+def test_two_processes_score_like_one(argv, run_here, command, tmp_path):
     run_here(*argv, "--save-dir", tmp_path / "one")
     out = command("main_multi_gpu.py", *TWO, *argv, "--save-dir", tmp_path / "two").stdout
     assert results(tmp_path / "two")["baselines"] == results(tmp_path / "one")["baselines"]
@@ -80,14 +80,14 @@ def test_flags_of_learning_are_refused(argv, run_here, tmp_path):
     assert not list((tmp_path / "run").glob("*.pth"))
 
 
-def test_what_needs_steps_is_refused(run_here, cache_dir, capsys):
+def test_flags_that_need_steps_are_refused(run_here, cache_dir, capsys):
     argv = ["--task", "seqrec", "--model", "rules"]
     assert "fitted, not trained, and has no loss to check" in run_here(*argv, "--check-task", status=2).err
     assert profile(["step", *argv, "--cache-dir", str(cache_dir / "lockstep")]) == 2
     assert "its model is fitted without optimizer steps" in capsys.readouterr().err
 
 
-def test_popularity_ranks_by_the_users_of_training(make_task, tmp_path):
+def test_popularity_ranks_by_training_users(make_task, tmp_path):
     data = write_interactions(tmp_path / "data.txt")
     task = make_task("--task", "seqrec", "--model", "popularity", "--data-dir", data, "--k-core", 0)
     objective = task.build_objective()
@@ -115,7 +115,7 @@ WALKS = [
 USE_RULES = "On the validation data this run is not better than rules (val/ndcg@10 1.0000); to use it: python main.py "
 
 
-def test_a_run_that_rules_beat_says_so_and_shows_their_scores(run_here, tmp_path):
+def test_a_run_beaten_by_baselines_reports_their_scores(run_here, tmp_path):
     data = write_walks(tmp_path / "ring.txt", lambda item: (item + 1) % 12)
     argv = [*WALKS, "--data-dir", data, "--no-mask-seen", "--epochs", 1, "--lr", 1e-6]
     out = run_here(*argv, "--save-dir", tmp_path / "run").out
@@ -138,14 +138,14 @@ def test_a_run_that_rules_beat_says_so_and_shows_their_scores(run_here, tmp_path
     assert results(tmp_path / "without")["metrics"] == same
 
 
-def test_a_run_that_is_better_is_not_advised_against(run_here, tmp_path):
+def test_a_run_that_beats_the_baselines_gets_no_advice(run_here, tmp_path):
     data = write_walks(tmp_path / "same.txt", lambda item: item)  # which no table has: an item leads to others
     argv = [*WALKS, "--data-dir", data, "--no-mask-seen", "--epochs", 30, "--lr", 1e-2]
     out = run_here(*argv, "--eval-every", 30, "--save-dir", tmp_path / "run").out
     assert "Simple baselines reach val/ndcg@10" in out and "this run is not better than" not in out
 
 
-def test_ties_are_shuffled_and_nothing_else(tmp_path):
+def test_only_ties_are_shuffled(tmp_path):
     rows = [("b", f"i{place}", place // 5) for place in range(20)] + [("a", f"i{place}", place) for place in range(20)]
     source = tmp_path / "source.tsv"
     source.write_text("user\titem\ttime\n" + "".join(f"{user}\t{item}\t{time}\n" for user, item, time in rows))
@@ -163,7 +163,7 @@ def test_ties_are_shuffled_and_nothing_else(tmp_path):
     assert read("kept.tsv") == in_order[:20]
 
 
-def test_no_time_is_another_word_for_sasrec(run_here, tmp_path):
+def test_no_time_embedding_equals_sasrec(run_here, tmp_path):
     data = write_walks(tmp_path / "ring.txt", lambda item: (item + 1) % 12)
     run = tmp_path / "run"
     argv = [*WALKS, "--data-dir", data, "--epochs", 1]

@@ -96,7 +96,7 @@ def run_and_task(case, run_here, make_task, directory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_learns_like_a_bare_loop(case, run_here, make_task, tmp_path):
+def test_a_run_matches_a_bare_loop(case, run_here, make_task, tmp_path):
     found, task = run_and_task(case, run_here, make_task, tmp_path)
     expected, losses = bare_loop(task)
     # A softmax is blind to the bias of its keys: what Adam makes of that gradient is rounding.

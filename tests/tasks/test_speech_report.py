@@ -30,7 +30,7 @@ SAID = ["one two three", "four", "", "five six", "seven"]
 HEARD = ["one too three", "four", "nine", "six", "seven eight nine"]
 
 
-def test_rates_divide_all_edits_by_all_that_was_said():
+def test_error_rates_divide_all_edits_by_all_reference_symbols():
     rates = error_rates(SAID, HEARD)
     num_words, num_characters = 3 + 1 + 0 + 2 + 1, 13 + 4 + 0 + 8 + 5
     assert rates == {
@@ -40,24 +40,24 @@ def test_rates_divide_all_edits_by_all_that_was_said():
     }
 
 
-def test_rates_do_not_depend_on_the_order_or_on_spaces():
+def test_error_rates_do_not_depend_on_order_or_spaces():
     tidy = error_rates(SAID, HEARD)
     assert error_rates(SAID[::-1], HEARD[::-1]) == pytest.approx(tidy)
     assert error_rates(SAID, [f"  {text.replace(' ', '   ')} " for text in HEARD]) == tidy
 
 
-def test_nothing_said_at_all():
+def test_decoding_silence():
     assert error_rates([], []) == {"wer": 0, "cer": 0, "string_error_rate": 0}
     assert error_rates(["", ""], ["", "a b"]) == {"wer": 2, "cer": 3, "string_error_rate": 0.5}
 
 
-def test_counts_of_each_kind():
+def test_edits_of_each_kind_are_counted():
     counts = error_counts(SAID, HEARD)
     assert counts["words"] == {"substitutions": 1, "deletions": 1, "insertions": 3}
     assert counts["characters"] == {"substitutions": 1, "deletions": 5, "insertions": 15}
 
 
-def test_the_worst_come_first_and_those_without_an_error_not_at_all():
+def test_the_worst_utterances_come_first_and_correct_ones_are_omitted():
     worst = worst_utterances(SAID, HEARD)
     assert [entry["index"] for entry in worst] == [4, 3, 2, 0]
     assert [(entry["word_edits"], entry["character_edits"]) for entry in worst] == [(2, 11), (1, 5), (1, 4), (1, 1)]
@@ -99,11 +99,11 @@ def test_spaces_separate_words_of_characters():
     assert first.confidence == pytest.approx(0.9) and str(second) == "a 0.70-0.80 0.90"
 
 
-def test_each_symbol_is_a_word_of_words():
+def test_each_symbol_is_a_word():
     assert [word.text for word in words_of("aa-b", [2, 3], "words")] == ["a", "b"]
 
 
-def test_the_least_sure_symbol_counts():
+def test_a_words_confidence_is_its_least_certain_symbols():
     log_probs = sure_of("aab")
     log_probs[2] = np.log([0.2, 0.1, 0.1, 0.6])
     ids = np.array([2, 3])
@@ -111,7 +111,7 @@ def test_the_least_sure_symbol_counts():
     assert word.confidence == pytest.approx(0.6)
 
 
-def test_no_word_ends_behind_the_recording():
+def test_no_word_ends_after_the_recording():
     (word,) = words_of("-aa", [2], duration_s=0.25)
     assert (word.start_s, word.end_s) == pytest.approx((0.1, 0.25))
     assert words_of("--", []) == []
@@ -145,7 +145,7 @@ def middle(picture, top, height, share):
     return tuple(picture[round(top + height / 2), round(LABELS + share * PLOT_WIDTH)].tolist())
 
 
-def test_a_symbol_is_blue_where_it_is_probable_and_rows_are_in_the_order_of_time():
+def test_probable_symbols_are_blue_and_rows_follow_time():
     picture = drawn([0, 3, 0, 1])
     rows = [
         [middle(picture, BELOW + i * ROW_HEIGHT, ROW_HEIGHT, (t + 0.5) / 4) for t in range(4)] for i in range(3)
@@ -153,14 +153,14 @@ def test_a_symbol_is_blue_where_it_is_probable_and_rows_are_in_the_order_of_time
     assert rows == [[BLUE, WHITE, BLUE, WHITE], [WHITE, BLUE, WHITE, WHITE], [WHITE, WHITE, WHITE, BLUE]]
 
 
-def test_only_symbols_that_are_probable_somewhere_have_a_row():
+def test_only_probable_symbols_have_a_row():
     heights = {num: len(drawn(list(range(num)), symbols=["n"] * 39)) for num in (1, 2, 5, 40)}
     assert heights[2] - heights[1] == ROW_HEIGHT
     assert heights[5] - heights[1] == 4 * ROW_HEIGHT
     assert heights[40] - heights[1] == MOST_ROWS * ROW_HEIGHT
 
 
-def test_loud_is_dark_and_high_frequencies_are_on_top():
+def test_spectrograms_show_loud_as_dark_and_high_frequencies_on_top():
     features = torch.tensor([[0.0, 0.0], [0.0, 1.0]])  # the second half is loud at high frequencies
     picture = drawn([0], features)
     half = SPECTROGRAM_HEIGHT // 2
@@ -176,12 +176,12 @@ def test_right_and_wrong_transcripts_differ_in_colour_and_in_words():
 
 
 @pytest.mark.parametrize("text", ["", "a " * 200, "w" * 300])
-def test_text_of_any_length_stays_within_the_picture(text):
+def test_text_of_any_length_fits_into_the_picture(text):
     picture = drawn([0], said="c", decoded=text)
     assert not has(picture[:, -GAP + 1 :], VERMILION)
 
 
-def test_several_utterances_are_drawn_below_each_other():
+def test_several_utterances_are_drawn_one_below_another():
     torch.manual_seed(0)
     features, log_probs = torch.randn(3, 9, 5), torch.randn(3, 6, 4).log_softmax(2)
     num_frames, lengths, texts = torch.tensor([9, 4, 7]), torch.tensor([5, 2, 6]), ["a", "b a", ""]

@@ -51,7 +51,7 @@ def weights(directory):
 ERROR_RATES = ("test/wer", "test/cer", "test/string_error_rate")
 
 
-def test_recordings_that_change_places_after_the_checkpoint_are_reported(run_here, tmp_path):
+def test_recordings_that_change_order_after_the_checkpoint_are_reported(run_here, tmp_path):
     """One that was trained on is of the test then."""
     data, said = write_digits(tmp_path / "digits"), "The split into training and held-out data differs from the"
     write_wav(data / "0_anna_7.wav", tone(0, "anna", 7)[:-400])
@@ -81,7 +81,7 @@ def assert_close(one, other):
 
 
 @pytest.mark.parametrize("more", [[], ["--batch-by", "seconds", "--streaming"]], ids=["utterances", "seconds"])
-def test_any_micro_batches_learn_the_same(more, digits, run_here, tmp_path):
+def test_any_micro_batches_give_the_same_weights(more, digits, run_here, tmp_path):
     argv = [*RUN, *EXACT, "--data-dir", digits, *more]
     run_here(*argv, "--batch-size", 20, "--save-dir", tmp_path / "whole")
     run_here(*argv, "--batch-size", 2, "--eval-batch-size", 5, "--save-dir", tmp_path / "parts")
@@ -90,7 +90,7 @@ def test_any_micro_batches_learn_the_same(more, digits, run_here, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nproc", [2, 3])
-def test_any_number_of_processes_learns_the_same(nproc, digits, run_here, command, tmp_path):
+def test_any_number_of_processes_gives_the_same_weights(nproc, digits, run_here, command, tmp_path):
     """The last step has two samples and validation as many, so of three processes one has none."""
     argv = [*RUN, *EXACT, "--data-dir", digits, "--val-share", 0.05, "--keep-checkpoints", 0, "--save-every-steps", 3]
     out, _ = run_here(*argv, "--batch-size", 20, "--save-dir", tmp_path / "one")
@@ -129,7 +129,7 @@ def test_replicas_equal_one_device(more, digits, cache_dir, tmp_path):
 @pytest.mark.parametrize(
     "more", [STRINGS, ["--batch-by", "seconds", "--streaming"]], ids=["growing strings", "running statistics"]
 )
-def test_resumes_with_equal_bits(more, digits, run_here, tmp_path):
+def test_resumes_bit_identically(more, digits, run_here, tmp_path):
     """With dropout and augmentation, from the middle of each epoch."""
     argv = [*RUN, "--data-dir", digits, *more, "--batch-size", 8, "--save-every-steps", 3, "--keep-checkpoints", 0]
     argv += ["--eval-every", 2]
@@ -191,7 +191,7 @@ def recognised(run_here, spoken):
     return run
 
 
-def test_error_rates_are_those_of_the_transcripts_that_it_writes(sentences, run_here, make_task, tmp_path):
+def test_error_rates_match_the_written_transcripts(sentences, run_here, make_task, tmp_path):
     argv = [*RUN, *PLAIN, "--epochs", 9, "--eval-every", 9, "--data-dir", sentences, "--test-share", 0.4]
     run_here(*argv, "--save-dir", tmp_path / "run")
     out, _ = run_here("--predict", sentences, "--save-dir", tmp_path / "run", "--dtype", "float64")
@@ -246,7 +246,7 @@ def assert_sensible(row, seconds):
 
 
 @pytest.mark.parametrize("beam", [1, 4])
-def test_writes_what_is_said_when(beam, recognised, tmp_path):
+def test_a_clock_logger_records_message_times(beam, recognised, tmp_path):
     """Without the data that it was trained on; of recordings of any rate and length, whatever the batches."""
     folder = tmp_path / "new"
     (folder / "deep").mkdir(parents=True)
@@ -267,7 +267,7 @@ def test_writes_what_is_said_when(beam, recognised, tmp_path):
     assert alone == rows[4] | {"file": "4.wav"}
 
 
-def test_a_language_model_changes_what_is_written(recognised, tmp_path):
+def test_a_language_model_changes_transcripts(recognised, tmp_path):
     """One that has hardly ever seen another letter than o."""
     model = tmp_path / "o.arpa"
     lines = ["\\data\\", "ngram 1=8", "", "\\1-grams:", "-99 <s>", "-1 </s>", "-0.1 o"]
@@ -293,7 +293,7 @@ def test_recordings_that_cannot_be_read_are_refused(content, said, spoken, refus
     refused([f"--predict {path}: "], "--predict", path, "--save-dir", spoken)
 
 
-def test_unreadable_recordings_of_a_folder_are_left_out_or_refused(run_here, spoken, refused, tmp_path):
+def test_unreadable_recordings_of_a_folder_are_skipped_or_refused(run_here, spoken, refused, tmp_path):
     write_wav(tmp_path / "a.wav", tone(0))
     (tmp_path / "b.wav").write_bytes(b"RIFF of nothing")
     argv = ["--task", "speech", "--predict", tmp_path, "--save-dir", spoken]
@@ -314,7 +314,7 @@ def test_a_run_first_prints_a_table_of_the_data(digits, make_task):
     assert make_task("--task", "speech").remarks() == []
 
 
-def test_names_of_files_need_not_be_text(make_task, recognised, tmp_path):
+def test_file_names_need_not_be_utf_8(make_task, recognised, tmp_path):
     for i in range(4):
         name = Path(os.fsdecode(bytes(tmp_path) + b"/%d\xff" % i))
         write_wav(name.with_suffix(".wav"), tone(i))
@@ -323,7 +323,7 @@ def test_names_of_files_need_not_be_text(make_task, recognised, tmp_path):
     assert [row["file"] for row in recognised(tmp_path)] == [rf"{i}\xff.wav" for i in range(4)]
 
 
-def test_a_text_has_single_blanks(monkeypatch, tmp_path, recognised):
+def test_text_has_single_spaces(monkeypatch, tmp_path, recognised):
     """Whatever symbols come out."""
     monkeypatch.setattr(Alphabet, "decode", lambda self, ids: "  a   b ")
     (row,) = recognised(write_wav(tmp_path / "a.wav", tone(0)))
@@ -335,12 +335,12 @@ def test_a_folder_without_sound_is_refused(spoken, refused, tmp_path):
     refused([f"--predict {tmp_path}: contains no sound"], "--predict", tmp_path, "--save-dir", spoken)
 
 
-def test_a_run_is_recognised_with_its_own_model(spoken, refused, tmp_path):
+def test_a_run_is_recognised_by_its_model(spoken, refused, tmp_path):
     path = write_wav(tmp_path / "a.wav", tone(0))
     refused(["--width 9: "], "--task", "speech", "--predict", path, "--width", 9, "--save-dir", spoken)
 
 
-def test_what_comes_in_chunks_is_what_comes_as_a_whole(digits, make_task):
+def test_audio_in_chunks_gives_the_same_transcript_as_the_whole(digits, make_task):
     task = make_task("--task", "speech", *SMALL, "--streaming", "--data-dir", digits, "--subsampling", 4)
     torch.manual_seed(0)
     objective = task.build_objective().double().eval()
@@ -385,7 +385,7 @@ def test_folds_are_trained(digits, command, tmp_path):
     assert len(list(tmp_path.rglob("results.json"))) == 3
 
 
-def test_a_recording_is_in_the_strings_of_one_split(digits, make_task):
+def test_each_recording_is_in_only_one_split(digits, make_task):
     task = make_task("--task", "speech", "--data-dir", digits, *STRINGS)
     used = {"train": set(), "val": set(), "test": set()}
     for name, dataset in task.splits().items():
@@ -406,7 +406,7 @@ def test_strings_grow_and_differ_between_epochs(digits, make_task):
     assert len({tuple(texts) for texts in said}) == 5
 
 
-def test_strings_that_are_scored_do_not_depend_on_the_seed(digits, make_task):
+def test_scored_strings_do_not_depend_on_the_seed(digits, make_task):
     one, other = (
         make_task("--task", "speech", "--data-dir", digits, *STRINGS, "--seed", seed).splits() for seed in (0, 1)
     )
@@ -433,7 +433,7 @@ def with_a_long_one(tmp_path):
     return folder
 
 
-def test_transcripts_too_long_for_their_sound_are_left_out(with_a_long_one, run_here, tmp_path):
+def test_transcripts_too_long_for_their_sound_are_skipped(with_a_long_one, run_here, tmp_path):
     (with_a_long_one / "train" / "21.txt").write_text("grün", encoding="cp1252")
     out, _ = run_here(*RUN, "--data-dir", with_a_long_one, "--save-dir", tmp_path / "run")
     assert "Data: 17 train, 3 val, 3 test samples" in out
@@ -451,7 +451,7 @@ def test_transcripts_too_long_for_their_sound_are_refused(with_a_long_one, refus
     )  # fmt: skip
 
 
-def test_a_corpus_of_transcripts_that_are_all_too_long_is_refused(refused, cache_dir, tmp_path):
+def test_a_corpus_with_only_too_long_transcripts_is_refused(refused, cache_dir, tmp_path):
     folder = write_sentences(tmp_path / "sentences")
     for file in folder.glob("*.txt"):
         file.write_text(TOO_LONG)
@@ -490,12 +490,12 @@ def test_a_corpus_of_transcripts_that_are_all_too_long_is_refused(refused, cache
         ("--model rnn", "--model rnn: must be one of plmu, lmu"),
     ],
 )
-def test_one_mistake(args, part, refused, tmp_path):
+def test_one_error_is_named(args, part, refused, tmp_path):
     refused([part], "--task", "speech", *args.split(), "--save-dir", tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
-def test_mistakes_are_shown_together(refused, tmp_path):
+def test_errors_are_shown_together(refused, tmp_path):
     missing = tmp_path / "missing"
     flags = ("--data-dir", "--alphabet", "--language-model")
     refused(
@@ -529,7 +529,7 @@ def test_unusable_data(args, parts, cli, digits, cache_dir, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_speakers_that_are_not_known_are_not_held_out(refused, sentences, cache_dir, tmp_path):
+def test_unknown_speakers_are_not_held_out(refused, sentences, cache_dir, tmp_path):
     refused(
         ["--split speaker: the speaker of 00.wav is unknown; use --split utterance"],
         *RUN, "--data-dir", sentences, "--split", "speaker", "--cache-dir", cache_dir, "--save-dir", tmp_path / "run",
@@ -539,7 +539,7 @@ def test_speakers_that_are_not_known_are_not_held_out(refused, sentences, cache_
 # --- learning ----------------------------------------------------------------------------------------------------
 
 
-def test_a_short_training_learns(run_here, tmp_path):
+def test_a_short_run_learns(run_here, tmp_path):
     """Of the generated speech in less than an epoch, much more than how often letters are said."""
     model = ["--width", 32, "--num-blocks", 1, "--channels", 8, "--dropout", 0, "--augmentation", 0]
     argv = ["--task", "speech", *model, "--num-threads", 1, "--max-steps", 110, "--batch-size", 8, "--lr", 0.02]

@@ -55,19 +55,19 @@ def run_and_task(run_here, make_task, tmp_path):
     return load(tmp_path / "run" / "final.pth")["model"], make_task(*argv)
 
 
-def test_a_run_learns_like_a_bare_loop(run_and_task):
+def test_a_run_matches_a_bare_loop(run_and_task):
     found, task = run_and_task
     assert difference(found, bare_loop(task)) < 1e-10
 
 
-def test_a_table_counts_by_its_queries(run_and_task):
+def test_a_table_is_weighted_by_its_queries(run_and_task):
     """The negative control: a mean of the tables' means, which is another where they are of different sizes."""
     found, task = run_and_task
     wrong = bare_loop(task, divide=lambda table: table["targets"].size)
     assert difference(found, wrong) > 1e-3
 
 
-def test_tuning_learns_what_a_bare_loop_learns(run_here, make_task, tmp_path):
+def test_tuning_matches_a_bare_loop(run_here, make_task, tmp_path):
     table = write_table(tmp_path / "table.csv")
     argv = [*FLAGS[: FLAGS.index("--epochs")], "--epochs", 2, "--data-dir", table, "--label", "kind", "--tune", "base"]
     argv += ["--num-episodes", 5, "--lr", LR, "--weight-decay", 0, "--max-grad-norm", 0, "--schedule", "constant"]

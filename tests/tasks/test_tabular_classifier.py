@@ -43,7 +43,7 @@ def fitted():
     return TabularClassifier(num_estimators=2).fit(*moons(120, 0))
 
 
-def test_learns_without_training(fitted):
+def test_the_shipped_model_predicts_without_training(fitted):
     x, y = moons(80, 1)
     probabilities = fitted.predict_proba(x)
     assert probabilities.shape == (80, 2) and list(fitted.classes_) == ["lower", "upper"]
@@ -53,7 +53,7 @@ def test_learns_without_training(fitted):
     assert fitted.evaluate(x, y)["accuracy"] == fitted.score(x, y)
 
 
-def test_what_is_saved_predicts_the_same(fitted, tmp_path):
+def test_a_saved_classifier_predicts_equally(fitted, tmp_path):
     x, _ = moons(30, 2)
     fitted.save(tmp_path / "model.pth")
     loaded = TabularClassifier.load(tmp_path / "model.pth")
@@ -64,7 +64,7 @@ def test_what_is_saved_predicts_the_same(fitted, tmp_path):
         TabularClassifier.load(tmp_path / "other.pth")
 
 
-def test_texts_gaps_and_ids(fitted):
+def test_strings_gaps_and_ids(fitted):
     """Columns of texts are categories, gaps are missing values, and what names rows is left out."""
     rng = np.random.default_rng(0)
     colour = rng.choice(["red", "green", "blue"], 90)
@@ -77,7 +77,7 @@ def test_texts_gaps_and_ids(fitted):
     assert classifier.score(x, colour == "red") > 0.9
 
 
-def test_values_are_the_same_with_and_without_gaps():
+def test_values_are_equal_with_and_without_gaps():
     rng = np.random.default_rng(0)
     flag, noise = rng.random(80) < 0.5, rng.normal(size=80)
     gaps = np.where(np.arange(80) == 0, None, flag)
@@ -90,7 +90,7 @@ def test_values_are_the_same_with_and_without_gaps():
     np.testing.assert_array_equal(*classifier.predict_proba(Frame(mixed=np.array([1, 1.0], object))))
 
 
-def test_classes_to_score_are_one_for_each_row(fitted):
+def test_labels_to_score_are_one_per_row(fitted):
     x, y = moons(40, 1)
     with pytest.warns(UserWarning, match="column-vector"):
         assert fitted.score(x, y[:, None]) == fitted.score(x, y)
@@ -99,7 +99,7 @@ def test_classes_to_score_are_one_for_each_row(fitted):
             score(x, y[:1])
 
 
-def test_numpys_parameters_and_times_as_classes_are_saved(tmp_path):
+def test_numpy_parameters_and_datetime_classes_are_saved(tmp_path):
     x, y = moons(40, 0)
     days = np.array(["2024-05-31", "2024-06-01"], "M8[D]")
     numpys = {"num_estimators": np.int64(2), "temperature": np.float64(0.9), "random_state": np.int64(3)}
@@ -111,7 +111,7 @@ def test_numpys_parameters_and_times_as_classes_are_saved(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model.pth"]
 
 
-def test_weights_that_cannot_be_tuned_or_used(tmp_path):
+def test_weights_that_cannot_be_tuned_or_used_are_refused(tmp_path):
     shipped = torch.load(SHIPPED, weights_only=True)
     adapters = {"blocks.0.over_rows.query.lora_a": torch.zeros(2, 2)}
     torch.save(shipped | {"model": shipped["model"] | adapters}, tmp_path / "adapted.pth")
@@ -122,7 +122,7 @@ def test_weights_that_cannot_be_tuned_or_used(tmp_path):
         TabularClassifier(weights=tmp_path / "alone.pth").fit(*moons(40, 0))
 
 
-def test_tuning_sees_what_predictions_see(monkeypatch):
+def test_tuning_and_prediction_use_equal_inputs(monkeypatch):
     """Without what is left out; infinite numbers are missing, and long texts take no memory."""
     seen = []
 
@@ -143,7 +143,7 @@ def test_tuning_sees_what_predictions_see(monkeypatch):
     np.testing.assert_array_equal(seen[1], y == "upper")
 
 
-def test_random_numbers_of_the_process_stay_as_they_are():
+def test_random_states_of_the_process_are_restored():
     torch.manual_seed(0)
     TabularClassifier(num_estimators=1).fit(*moons(20, 0))
     number = torch.rand(1)
@@ -152,7 +152,7 @@ def test_random_numbers_of_the_process_stay_as_they_are():
 
 
 @pytest.mark.parametrize("strategy", ["base", "lora"])
-def test_tuned_classifiers(strategy, tmp_path, capsys):
+def test_tuned_classifiers_improve(strategy, tmp_path, capsys):
     x, y = moons(60, 0)
     classifier = TabularClassifier(strategy, num_estimators=1, epochs=1).fit(x, y)
     assert capsys.readouterr().out == ""
@@ -174,7 +174,7 @@ def test_tuned_classifiers(strategy, tmp_path, capsys):
         (np.random.default_rng(0).normal(size=(9, 2)), np.linspace(0, 1, 9), "Unknown label type: continuous"),
     ],
 )
-def test_mistakes_are_value_errors(x, y, message):
+def test_errors_are_value_errors(x, y, message):
     with pytest.raises(ValueError, match=message):
         TabularClassifier().fit(x, y)
 
@@ -186,7 +186,7 @@ def test_other_columns_are_refused(fitted):
         TabularClassifier().predict(np.zeros((4, 2)))
 
 
-def test_without_names_the_order_of_columns_counts(fitted):
+def test_without_names_columns_are_matched_by_order(fitted):
     x, y = moons(60, 0)
     frame, turned = Frame(width=x[:, 0], height=x[:, 1]), Frame(height=x[:, 1], width=x[:, 0])
     by_name = TabularClassifier(num_estimators=1).fit(frame, y)
@@ -209,7 +209,7 @@ def stop_when_training(number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_tuning_and_is_not_kept_from_its_process(number):
+def test_a_signal_ends_tuning_and_still_reaches_its_process(number):
     received = []
     x, y = moons(60, 0)
     classifier = TabularClassifier("lora", num_estimators=1, epochs=50)
@@ -225,7 +225,7 @@ def test_a_signal_ends_tuning_and_is_not_kept_from_its_process(number):
         classifier.predict(x)
 
 
-def test_parameters_are_those_of_the_constructor():
+def test_parameters_match_the_constructor():
     classifier = TabularClassifier("lora", epochs=3)
     assert repr(classifier) == "TabularClassifier(strategy='lora', epochs=3)"
     assert TabularClassifier(**classifier.get_params()).get_params() == classifier.get_params()
@@ -249,7 +249,7 @@ def test_parameters_are_checked(parameter, message):
         TabularClassifier(**parameter).fit(*moons(20, 0))
 
 
-def test_any_name_of_a_column_will_do():
+def test_any_column_name_is_accepted():
     x, y = moons(40, 0)
     frame = Frame({"label": x[:, 0], "y": x[:, 1], "label's class": x[:, 0] + x[:, 1]})
     classifier = TabularClassifier(num_estimators=1).fit(frame, y)
@@ -257,7 +257,7 @@ def test_any_name_of_a_column_will_do():
 
 
 @pytest.mark.slow
-def test_tuning_on_two_devices_is_that_on_one(capsys):
+def test_tuning_on_two_devices_matches_one_device(capsys):
     x, y = moons(60, 0)
     one, two = (
         TabularClassifier("base", num_estimators=1, epochs=1, num_devices=n, device="cpu").fit(x, y) for n in (1, 2)
@@ -266,7 +266,7 @@ def test_tuning_on_two_devices_is_that_on_one(capsys):
 
 
 @pytest.mark.slow
-def test_scikit_learn_agrees(monkeypatch):
+def test_scores_equal_scikit_learns(monkeypatch):
     for name in ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"):  # as scikit-learn sets them for good
         monkeypatch.setenv(name, "TRUE")
     checks = pytest.importorskip("sklearn.utils.estimator_checks")

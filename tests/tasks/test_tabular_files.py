@@ -22,14 +22,14 @@ def train(tmp_path):
     return write(tmp_path / "train.csv", rows_of(0, 60))
 
 
-def test_rows_of_a_file_are_the_test(run_here, train, tmp_path):
+def test_rows_of_a_file_are_the_test_set(run_here, train, tmp_path):
     test = write(tmp_path / "test.csv", [*rows_of(100, 20), ("r", 0, ""), ("s", 0, "odd")])
     shown, _ = run_here(*TABULAR, "--data-dir", train, "--test-data", test, "--id", "id")
     assert "Data: 60 train, 20 test samples" in shown and "test/accuracy 1.0000" in shown
     assert f"--test-data {test}: 2 of 22 rows are left out, because" in shown and "(such as 'odd')" in shown
 
 
-def test_test_data_of_other_classes_or_columns_are_refused(refused, train, tmp_path):
+def test_test_data_with_other_classes_or_columns_are_refused(refused, train, tmp_path):
     argv = [*TABULAR, "--data-dir", train, "--test-data"]
     other = write(tmp_path / "other.csv", [("a", 1, "low."), ("b", 2, "high.")])
     refused(
@@ -42,7 +42,7 @@ def test_test_data_of_other_classes_or_columns_are_refused(refused, train, tmp_p
     refused(["--test-share 0.5 and --test-data: cannot be combined"], *argv, train, "--test-share", "0.5")
 
 
-def test_a_folder_says_what_is_learned_from_validation_and_test(run_here, tmp_path):
+def test_a_folder_names_training_validation_and_test_files(run_here, tmp_path):
     folder = tmp_path / "parts"
     folder.mkdir()
     for part, rows in {"train": rows_of(0, 60), "valid": rows_of(100, 21), "test": rows_of(200, 14)}.items():
@@ -59,7 +59,7 @@ def test_a_folder_says_what_is_learned_from_validation_and_test(run_here, tmp_pa
     assert [row["y"] for row in rows] == ["low"] * 4 + ["low" if k <= 3 else "high" for k in range(4, 7)]
 
 
-def test_an_id_is_kept_in_predictions_and_not_learned_from(run_here, train, tmp_path):
+def test_an_id_column_is_kept_in_predictions_but_is_not_a_feature(run_here, train, tmp_path):
     new = write(tmp_path / "new.csv", [("b", 3, 1), ("", -3, 1), ("a", 2, 1)], "id,x,z")
     shown, notes = run_here(*TABULAR, "--data-dir", train, "--id", "id", "--predict", new)
     found = list(csv.reader(io.StringIO(shown)))

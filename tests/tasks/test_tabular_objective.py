@@ -12,7 +12,7 @@ def slow_area(scores, targets):
     return sum(areas) / len(areas)
 
 
-def test_counts_pairs():
+def test_pairs_are_counted():
     rng = torch.Generator().manual_seed(0)
     scores = torch.rand(6, 40, 4, generator=rng).mul(8).round()  # with many ties
     targets = torch.randint(-1, 4, (6, 40), generator=rng)
@@ -22,10 +22,10 @@ def test_counts_pairs():
         torch.testing.assert_close(float(area), slow_area(of_table, its_targets))
 
 
-def test_rounding_decides_nothing():
+def test_no_decision_depends_on_rounding():
     scores = torch.tensor([[[0.3, 0.7], [0.3 + 1e-8, 0.7], [0.3 - 1e-8, 0.7]]], dtype=torch.float64)
     assert float(area_under_curve(scores, torch.tensor([[0, 1, 1]]))) == 0.5
 
 
-def test_nothing_to_tell_apart():
+def test_a_single_class():
     assert area_under_curve(torch.rand(1, 3, 2), torch.tensor([[1, 1, -1]])).isnan().all()

@@ -29,7 +29,7 @@ def assert_close(one, other):
 # --- any number of devices ---------------------------------------------------------------------------------------
 
 
-def test_any_micro_batches_learn_the_same(run_here, tmp_path):
+def test_any_micro_batches_give_the_same_weights(run_here, tmp_path):
     run_here(*PRIOR, "--batch-size", 16, "--save-dir", tmp_path / "whole")
     run_here(*PRIOR, "--batch-size", 3, "--eval-batch-size", 5, "--save-dir", tmp_path / "parts")
     assert_close(tmp_path / "whole", tmp_path / "parts")
@@ -37,7 +37,7 @@ def test_any_micro_batches_learn_the_same(run_here, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nproc", [2, 3])
-def test_any_number_of_processes_learns_the_same(nproc, run_here, command, tmp_path):
+def test_any_number_of_processes_gives_the_same_weights(nproc, run_here, command, tmp_path):
     run_here(*PRIOR, "--batch-size", 16, "--save-dir", tmp_path / "one")
     command(*launcher(nproc), *PRIOR, "--device", "cpu", "--batch-size", 2, "--save-dir", tmp_path / "several")
     assert results_of(tmp_path / "several")["world_size"] == nproc
@@ -53,7 +53,7 @@ def test_replicas_equal_one_device(cache_dir, tmp_path):
     assert test_many == pytest.approx(test_one, rel=1e-9)
 
 
-def test_resumes_with_equal_bits(run_here, tmp_path):
+def test_resumes_bit_identically(run_here, tmp_path):
     argv = [*PRIOR, "--batch-size", 16, "--save-every-steps", 1, "--keep-checkpoints", 0]
     run_here(*argv, "--save-dir", tmp_path / "whole")
     entries = json.loads((tmp_path / "whole" / "manifest.json").read_text())["checkpoints"]
@@ -64,7 +64,7 @@ def test_resumes_with_equal_bits(run_here, tmp_path):
     assert read_metrics(tmp_path / "again", "result") == read_metrics(tmp_path / "whole", "result")
 
 
-def test_the_model_tells_as_many_classes_apart_as_it_is_shown(make_task):
+def test_the_model_separates_as_many_classes_as_the_context_has(make_task):
     """Or answers for tables of more classes would rest on weights that nothing has trained."""
     task = make_task("--task", "tabular", *SMALL_PRIOR, *SMALL_MODEL)
     assert task.build_objective().model.max_classes == 3
@@ -72,7 +72,7 @@ def test_the_model_tells_as_many_classes_apart_as_it_is_shown(make_task):
         assert dataset.__getitems__(SampleKeys(np.arange(6), epoch=0))["labels"].max() < 3
 
 
-def test_calls_the_model_equally_often_where_it_has_to(make_task):
+def test_every_rank_calls_a_collective_model_equally_often(make_task):
     task = make_task("--task", "tabular", *SMALL_PRIOR, *SMALL_MODEL)
     objective = task.build_objective().double().eval()
     keys = SampleKeys(np.zeros(33, dtype=np.int64), epoch=0)
@@ -87,7 +87,7 @@ def test_calls_the_model_equally_often_where_it_has_to(make_task):
     assert len(calls) == 3
 
 
-def test_every_epoch_has_other_tables(make_task):
+def test_every_epoch_has_different_tables(make_task):
     train = make_task("--task", "tabular", *SMALL_PRIOR).splits()["train"]
     first, second = (train.__getitems__(SampleKeys(np.arange(4), epoch))["labels"] for epoch in (0, 1))
     assert first.shape != second.shape or not np.array_equal(first, second)
@@ -126,7 +126,7 @@ def test_a_table_is_scored_at_once(table, run_here, tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["scores.jsonl"]
 
 
-def test_new_rows_get_classes_at_once(table, new_rows, run_here, tmp_path):
+def test_new_rows_are_classified_without_training(table, new_rows, run_here, tmp_path):
     argv = [*TASK, "--data-dir", table, "--label", "kind", "--predict", new_rows, "--save-dir", tmp_path / "none"]
     rows = list(csv.DictReader(run_here(*argv)[0].splitlines()))
     assert list(rows[0]) == ["kind", "p(big)", "p(small)"] and len(rows) == 200
@@ -145,7 +145,7 @@ def test_new_rows_get_classes_at_once(table, new_rows, run_here, tmp_path):
 
 
 @pytest.mark.parametrize("tune", ["base", "lora"])
-def test_tuning_changes_what_it_says_and_keeps_what_is_better(tune, table, new_rows, run_here, tmp_path):
+def test_tuning_changes_only_its_weights_and_keeps_the_better_ones(tune, table, new_rows, run_here, tmp_path):
     argv = [*TASK, "--data-dir", table, "--label", "kind", "--tune", tune, "--num-episodes", 4, "--num-estimators", 2]
     argv += ["--batch-size", 2, "--epochs", 2]
     out, _ = run_here(*argv, "--save-dir", tmp_path / "run")
@@ -168,7 +168,7 @@ def sorted_checkpoints(directory):
     return [entries[0]["file"], entries[-1]["file"]]
 
 
-def test_weights_that_tuning_spoils_are_not_used(table, run_here, tmp_path):
+def test_weights_made_worse_by_tuning_are_not_used(table, run_here, tmp_path):
     argv = [*TASK, "--data-dir", table, "--label", "kind", "--tune", "base", "--num-episodes", 4, "--epochs", 1]
     run_here(*argv, "--lr", 30, "--num-estimators", 2, "--save-dir", tmp_path / "run")
     assert results_of(tmp_path / "run")["best"]["step"] == 0
@@ -195,7 +195,7 @@ def test_a_run_first_prints_how_it_read_the_table(new_rows, run_here, tmp_path):
     assert err.splitlines()[1:7] == out[start : start + 6]  # below a line on the weights
 
 
-def test_another_table_is_no_context_of_a_tuned_model(table, new_rows, run_here, refused, tmp_path):
+def test_a_tuned_model_refuses_another_context_table(table, new_rows, run_here, refused, tmp_path):
     argv = [*TASK, "--label", "kind", "--tune", "base", "--num-episodes", 2, "--epochs", 1, "--num-estimators", 1]
     run_here(*argv, "--data-dir", table, "--save-dir", tmp_path / "run")
     other = tmp_path / "other.csv"
@@ -207,7 +207,7 @@ def test_another_table_is_no_context_of_a_tuned_model(table, new_rows, run_here,
     )
 
 
-def test_a_run_that_called_its_classes_by_floats_predicts(table, new_rows, make_task):
+def test_a_run_with_classes_named_by_floats_predicts(table, new_rows, make_task):
     labelled = table.with_name("numbers.csv")
     labelled.write_text(table.read_text().replace("big", "1.0").replace("small", "0.0"))
     task = make_task("--task", "tabular", "--data-dir", str(labelled), "--label", "kind")
@@ -218,7 +218,7 @@ def test_a_run_that_called_its_classes_by_floats_predicts(table, new_rows, make_
         task.new_data(new_rows)
 
 
-def test_tuning_does_not_go_on_from_other_data(table, run_here, refused, tmp_path):
+def test_tuning_does_not_resume_with_other_data(table, run_here, refused, tmp_path):
     """Neither from pre-training, whose best score is another measure, nor from another table."""
     run_here(*TASK, *SMALL_PRIOR, "--epochs", 1, "--save-dir", tmp_path / "learned")
     argv = [*TASK, "--label", "kind", "--tune", "base", "--num-episodes", 2, "--epochs", 2, "--num-estimators", 1]
@@ -241,7 +241,7 @@ def test_a_table_with_one_column_is_exported_with_padding(make_task, tmp_path):
     torch.testing.assert_close(found.expected, objective.model(unpadded[0], found.inputs["labels"], unpadded[1]))
 
 
-def test_a_model_of_ones_own_is_scored_on_a_table(table, run_here, tmp_path):
+def test_a_custom_model_is_scored_on_a_table(table, run_here, tmp_path):
     run_here(*TASK, *SMALL_PRIOR, *SMALL_MODEL, "--epochs", 1, "--save-dir", tmp_path / "learned")
     argv = [*TASK, *SMALL_MODEL, "--max-classes", 3, "--data-dir", table, "--label", "kind", "--num-estimators", 1]
     out, _ = run_here(*argv, "--init-from", tmp_path / "learned" / "best.pth", "--save-dir", tmp_path / "none")
@@ -278,7 +278,7 @@ def test_a_model_of_ones_own_is_scored_on_a_table(table, run_here, tmp_path):
         ("--width 9", "--width 9: must be a multiple of --num-heads 4"),
     ],
 )
-def test_one_mistake(args, part, refused, table, tmp_path):
+def test_one_error_is_named(args, part, refused, table, tmp_path):
     argv = [str(table) if arg == "TABLE" else arg for arg in args.split()]
     refused([part], "--task", "tabular", *argv, "--save-dir", tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -291,12 +291,12 @@ def test_one_mistake(args, part, refused, table, tmp_path):
         ("--tune lora --lora-targets no", "--lora-targets no: matches no linear layer"),
     ],
 )
-def test_models_that_cannot_be_tuned(args, part, refused, table, tmp_path):
+def test_models_without_layers_to_tune_are_refused(args, part, refused, table, tmp_path):
     argv = ["--data-dir", table, "--label", "kind", *args.split(), "--save-dir", tmp_path / "run"]
     refused([part], "--task", "tabular", *argv)
 
 
-def test_a_model_in_parts_takes_no_table(table, make_task):
+def test_a_sharded_model_cannot_score_a_table(table, make_task):
     task = make_task("--task", "tabular", "--data-dir", str(table), "--label", "kind", "--tune", "lora")
     with pytest.raises(UserError, match="with --data-dir the number of calls can differ"):
         task.build_objective().call_equally()
@@ -307,7 +307,7 @@ def test_new_rows_with_a_label_are_refused(table, refused, tmp_path):
     refused(["has the column 'kind', which is the label to predict; remove the column"], "--task", "tabular", *argv)
 
 
-def test_synthetic_tables_can_be_looked_at(run_here, tmp_path):
+def test_synthetic_tables_can_be_written(run_here, tmp_path):
     out, _ = run_here(*TASK, *SMALL_PRIOR, "--prior-only", tmp_path / "tables.npz", "--save-dir", tmp_path / "run")
     assert f"{tmp_path / 'tables.npz'}" in out
     with np.load(tmp_path / "tables.npz") as tables:

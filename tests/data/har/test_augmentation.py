@@ -43,7 +43,7 @@ def test_augmentation_equals_a_slow_obvious_reference() -> None:
                     assert augmented[row, c, t] == pytest.approx(expected, abs=2e-5)
 
 
-def test_rotation_preserves_norms_of_the_physical_vectors() -> None:
+def test_rotation_preserves_norms_of_physical_vectors() -> None:
     recordings = random_recordings()
     augment = WindowAugmenter(Augmentation(45.0, 0.0, 0.0, 0.0), np.ones(9), seed=0)
     raw = augment(recordings.signals, 0, np.arange(40))
@@ -65,7 +65,7 @@ def test_tempo_equals_interpolation_one_by_one() -> None:
     np.testing.assert_allclose(played[0], signals[0], atol=1e-6)
 
 
-def test_tempos_fill_their_range() -> None:
+def test_tempos_cover_their_range() -> None:
     """A ramp tells its slope."""
     ramp = np.tile(np.arange(128, dtype=np.float32), (2000, 9, 1))
     augment = WindowAugmenter(Augmentation(0.0, 0.0, 0.15, 0.0), np.ones(9), seed=0)
@@ -75,7 +75,7 @@ def test_tempos_fill_their_range() -> None:
     assert slopes.mean() == pytest.approx(1.0, abs=0.01)
 
 
-def test_angles_stay_within_the_limit_and_axes_go_everywhere() -> None:
+def test_rotation_angles_are_bounded_and_axes_are_uniform() -> None:
     augment = WindowAugmenter(Augmentation(15.0, 0.0, 0.0, 0.0), np.ones(9), seed=0)
     turns = augment.linear_maps(0, np.arange(2000))[0][:, 0].astype(np.float64)
     angles = np.rad2deg(np.arccos(np.clip((np.trace(turns, axis1=1, axis2=2) - 1) / 2, -1, 1)))

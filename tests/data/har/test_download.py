@@ -63,7 +63,7 @@ def assert_nothing_left(target: Path) -> None:
 
 
 @pytest.mark.parametrize("says_length", [True, False])
-def test_whole(server, target, says_length) -> None:
+def test_a_complete_download(server, target, says_length) -> None:
     server.says_length = says_length
     num_bytes = len(CONTENT) if says_length else None
     assert get(target, server.address()) == [[server.address(), num_bytes, len(CONTENT)]]
@@ -71,7 +71,7 @@ def test_whole(server, target, says_length) -> None:
     assert server.requests == ["file.zip"]
 
 
-def test_what_is_there_is_not_fetched_again(server, target) -> None:
+def test_an_existing_file_is_not_downloaded_again(server, target) -> None:
     get(target, server.address())
     server.shutdown()
     server.server_close()
@@ -80,7 +80,7 @@ def test_what_is_there_is_not_fetched_again(server, target) -> None:
     assert len(server.requests) == 1
 
 
-def test_what_a_killed_download_left_is_replaced(server, target) -> None:
+def test_the_remains_of_a_killed_download_are_replaced(server, target) -> None:
     target.parent.mkdir(parents=True)
     target.with_name("file.zip.partial").write_bytes(b"x" * (len(CONTENT) + 10))
     get(target, server.address())
@@ -180,13 +180,13 @@ def test_an_address_that_is_not_https_is_refused(target, address) -> None:
         get(target, address)
 
 
-def test_https_does_not_lead_back_to_http_on_this_machine() -> None:
+def test_https_is_not_redirected_to_local_http() -> None:
     request = Request("http://127.0.0.1/x", origin_req_host="example.com")
     with pytest.raises(URLError, match="which is not an https"):
         build_opener(HttpsOnly).open(request)
 
 
-def test_a_folder_that_cannot_be_made_is_named(server, tmp_path) -> None:
+def test_a_folder_that_cannot_be_created_is_named(server, tmp_path) -> None:
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(UserError, match=r"--download: cannot write .*taken/file.zip: File exists; .* --data-dir"):
         get(tmp_path / "taken" / "file.zip", server.address())
@@ -226,7 +226,7 @@ def fetch_in_two_processes(target: Path, address: str) -> list[str]:
     return [process.communicate(timeout=60)[0] for process in processes]
 
 
-def test_two_processes_at_once_fetch_once(server, target) -> None:
+def test_two_concurrent_processes_download_once(server, target) -> None:
     server.delay_s = 0.4
     assert fetch_in_two_processes(target, server.address()) == ["done\n", "done\n"]
     assert_only(target)
@@ -244,7 +244,7 @@ def test_one_process_downloads_when_the_other_has_failed(server, target) -> None
 # What is shown
 
 
-def test_the_console_says_what_is_fetched(server, target, capsys) -> None:
+def test_the_console_reports_downloads(server, target, capsys) -> None:
     fetch([server.address()], target, verify_content, show_download)
     shown = capsys.readouterr()
     assert shown.out == f"Downloading {server.address()}, 0.3 MB\n"

@@ -74,7 +74,7 @@ def test_windows_are_those_of_a_slow_loop(load, tmp_path, delimiter):
     assert "1 stretches of one activity that are shorter than a window, with 9 rows in total" in text
 
 
-def test_a_folder_of_files_in_which_no_window_reaches_from_one_to_the_next(load, tmp_path):
+def test_no_window_crosses_files_of_a_folder(load, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     bouts = [("a", "walk", 12), ("a", "sit", 12)]
@@ -100,7 +100,7 @@ def test_decimal_commas_and_chosen_columns(load, tmp_path):
     assert found.channels == ("level",) and found.signals[0, 0].tolist() == [i / 4 for i in range(10)]
 
 
-def test_clocks_and_second_names_of_the_answer_are_no_channels(load, tmp_path):
+def test_clocks_and_label_copies_are_not_channels(load, tmp_path):
     names = ["Time (s)", "seconds_elapsed", "timestamp_ms", "acc", "light", "subject", "activity", "activity_id"]
     rows = [[i, i, i, i % 3, i % 5, "p", "ab"[i // 12], i // 12] for i in range(24)]
     path = write(tmp_path / "mine.csv", rows, names)
@@ -122,7 +122,7 @@ def test_clocks_and_second_names_of_the_answer_are_no_channels(load, tmp_path):
         (lambda i: 1000 * (i // 12) + 0.1 * (i % 3), "hardly changes within a recording, only between recordings"),
     ],
 )
-def test_a_column_that_no_motion_makes_is_no_channel(load, tmp_path, values, why):
+def test_a_column_without_motion_is_not_a_channel(load, tmp_path, values, why):
     """Whatever it is called: it starts anew in each recording, or stands still at times."""
     names = ["level", "acc", "subject", "activity"]
     rows = [[values(i), i % 3, "p", "ab"[i // 12]] for i in range(24)]
@@ -141,7 +141,7 @@ NO_SIGNALS = [
 ]  # fmt: skip
 
 
-def test_columns_of_a_place_or_a_device_are_no_channels_by_their_names(load, tmp_path):
+def test_columns_named_like_places_or_devices_are_not_channels(load, tmp_path):
     """And texts are none by what they are. What only holds such a word stays."""
     kept = ["acc_lateral", "platform_x", "relative_altitude"]
     names = [*NO_SIGNALS, *kept, "subject", "activity"]
@@ -153,7 +153,7 @@ def test_columns_of_a_place_or_a_device_are_no_channels_by_their_names(load, tmp
     assert has_row(loaded, "device", "left out", "text, such as 'Pixel 7'")
 
 
-def test_spellings_of_one_name_are_one_class_and_one_person(load, tmp_path):
+def test_spellings_of_a_name_are_one_class_and_one_person(load, tmp_path):
     """As pandas writes numbers with and without gaps; a letter and its capital may be two codes."""
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -192,7 +192,7 @@ SPELLINGS = [
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda spelling: "-".join(map(str, spelling.values()))[:30])
-def test_one_data_set_in_many_spellings_is_one(load, tmp_path, spelling):
+def test_one_data_set_in_many_formats(load, tmp_path, spelling):
     """Windows, channels, people and classes are those of the plain file; but classes that are all written 1.0 stay."""
 
     def wrote(folder, spelling):
@@ -279,7 +279,7 @@ def dated(style, day=31):
     ],
 )
 @pytest.mark.parametrize("name", ["time", "measured"])
-def test_clocks_of_other_dates_show_gaps_and_the_rate(load, tmp_path, style, name):
+def test_date_clocks_show_gaps_and_the_rate(load, tmp_path, style, name):
     """Also where day and month cannot be told apart, as long as that makes no difference."""
     for day in (31, 4):
         loaded = load(write(tmp_path / "mine.csv", dated(style, day), [name, "acc", "subject", "activity"]))
@@ -312,7 +312,7 @@ def test_an_unreadable_clock_is_reported(load, tmp_path):
     )
 
 
-def test_rows_in_another_order_than_that_of_the_clock(load, tmp_path):
+def test_rows_out_of_clock_order(load, tmp_path):
     """But for a clock that starts anew, one that another one explains, and what is no number."""
     names = ["time", "acc", "subject", "activity"]
     rows = [[i, i % 3, "p", "ab"[i // 12]] for i in range(24)]
@@ -330,7 +330,7 @@ def test_rows_in_another_order_than_that_of_the_clock(load, tmp_path):
     assert said not in " ".join(load(write(tmp_path / "two.csv", two, ["millis", "second", *names[1:]])).remarks)
 
 
-def test_rows_out_of_order_are_refused(load, tmp_path):
+def test_unordered_rows_are_refused(load, tmp_path):
     """In new recordings too; also by a clock of whole seconds, beside a date that never changes."""
     names, wanted = ["time", "acc", "subject", "activity"], WindowFormat(("acc",), ("sit", "walk"), 10, 10, 50.0)
     for rate, first in ((25, names), (0.5, ["date", *names])):
@@ -362,7 +362,7 @@ def test_no_window_spans_a_gap_or_two_trials(load, tmp_path):
     assert loaded.rate_hz == pytest.approx(50, abs=2)
 
 
-def test_a_clock_of_dates_is_one(load, tmp_path):
+def test_a_column_of_dates_is_a_clock(load, tmp_path):
     names = ["time", "acc", "subject", "activity"]
     instants = [f"2024-05-{31 if i < 17 else 30} 18:30:{i // 50:02}.{i % 50 * 2:02}" for i in range(40)]
     rows = [[instant, i, "p", "walk" if i < 29 else "sit"] for i, instant in enumerate(sorted(instants))]
@@ -371,20 +371,20 @@ def test_a_clock_of_dates_is_one(load, tmp_path):
     assert loaded.rate_hz == pytest.approx(50, rel=1e-3)
 
 
-def test_a_clock_of_whole_seconds_tells_the_rate(load, tmp_path):
+def test_a_clock_of_whole_seconds_gives_the_sampling_rate(load, tmp_path):
     """From its first rise to its last: what stands before and behind is no whole second."""
     names = ["time", "acc", "subject", "activity"]
     rows = [[100 + i // 50, i, "p", "walk" if i < 200 else "sit"] for i in range(400)]
     assert load(write(tmp_path / "mine.csv", rows, names), channels=("acc",)).rate_hz == 50
 
 
-def test_missing_channels_are_named_with_the_flag(load, tmp_path):
+def test_missing_channels_are_named_with_their_flag(load, tmp_path):
     path = write(tmp_path / "mine.csv", rows_of(BOUTS))
     with pytest.raises(UserError, match=r"^--channels nope: .*mine.csv has no such columns; the columns are time, h"):
         load(path, channels=("acc_x", "nope"))
 
 
-def test_the_finest_clock_tells_gaps(load, tmp_path):
+def test_the_finest_clock_shows_gaps(load, tmp_path):
     """A day that begins amid a recording, and a clock of tenths of a second beside 50 rows a second."""
     names = ["date", "time", "acc", "subject", "activity"]
     rows = [[20240531 + (i >= 20), i // 5 / 10 + 500 * (i >= 20), i, "pq"[i >= 40], "ab"[i >= 40]] for i in range(80)]
@@ -417,7 +417,7 @@ def test_classes_and_people_without_a_window_are_named(load, tmp_path):
     assert "no window:" not in " ".join(remarks)
 
 
-def test_the_label_is_the_column_that_is_called_so_to_the_letter(load, tmp_path):
+def test_the_label_column_name_must_match_exactly(load, tmp_path):
     names = ["activity_id", "Activity", "acc", "subject"]
     rows = [[i // 12 + 5, "ab"[i // 12], i % 3, "p"] for i in range(24)]
     assert load(write(tmp_path / "mine.csv", rows, names)).recordings.classes == ("a", "b")
@@ -446,7 +446,7 @@ def test_channels_without_triplets_are_scaled_one_by_one():
     assert factors[:, :, 0].std() > 0.1
 
 
-def test_triplets_come_first_and_are_turned_together_while_others_are_scaled_alone():
+def test_triplets_are_rotated_together_and_other_channels_scaled_separately():
     names = ["hr", "gyro_x", "gyro_y", "gyro_z", "AccX", "AccY", "AccZ", "box", "temp_x"]
     ordered, num = triplets_first(names)
     assert (ordered, num) == (["gyro_x", "gyro_y", "gyro_z", "AccX", "AccY", "AccZ", "hr", "box", "temp_x"], 2)
@@ -463,7 +463,7 @@ def test_triplets_come_first_and_are_turned_together_while_others_are_scaled_alo
     assert factors[:, :, 0].std() > 0.1
 
 
-def test_test_subjects_are_the_named_people_or_every_fifth(load, tmp_path):
+def test_test_subjects_are_the_named_or_every_fifth_person(load, tmp_path):
     bouts = [(f"p{i}", activity, 10) for i in range(7) for activity in ("sit", "walk")]
     recordings = load(write(tmp_path / "mine.csv", rows_of(bouts))).recordings
 
@@ -551,7 +551,7 @@ def test_a_row_without_a_subject_is_reported(load, tmp_path):
     assert any(re.match(told, text) for text in loaded.remarks)
 
 
-def test_lines_of_another_width_divide_recordings(load, tmp_path):
+def test_lines_of_another_width_start_a_new_recording(load, tmp_path):
     path = with_holes(tmp_path, [])
     lines = path.read_text().splitlines()
     lines[21] += ",1"

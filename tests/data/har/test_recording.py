@@ -20,7 +20,7 @@ def windows(cache_dir):
     return windows_of_a_walk(cache_dir)
 
 
-def test_number_of_windows_at_the_edges(windows, tmp_path):
+def test_the_number_of_windows_at_the_edges(windows, tmp_path):
     rows = joined(windows)
     for num_rows, num_windows in ((128, 1), (191, 1), (192, 2), (255, 2), (256, 3)):
         dataset = read_new_windows(save_recording(tmp_path / "walk.csv", rows[:num_rows]))
@@ -30,7 +30,7 @@ def test_number_of_windows_at_the_edges(windows, tmp_path):
         assert dataset.start_s.tolist() == [1.28 * i for i in range(num_windows)]
 
 
-def test_a_packed_recording(windows, tmp_path):
+def test_a_compressed_recording_is_read(windows, tmp_path):
     path = save_recording(tmp_path / "walk.csv", joined(windows))
     packed = tmp_path / "walk.csv.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
@@ -41,7 +41,7 @@ def test_a_packed_recording(windows, tmp_path):
     refuse_file(packed, "Not a gzipped file")
 
 
-def test_recording_longer_than_what_is_parsed_at_once(tmp_path):
+def test_a_recording_longer_than_a_parsed_block(tmp_path):
     rows = np.random.default_rng(0).normal(size=(9000, 9)).astype(np.float32)
     dataset = read_new_windows(save_recording(tmp_path / "long.csv", rows))
     assert len(dataset) == (9000 - 128) // 64 + 1
@@ -60,7 +60,7 @@ def test_recording_longer_than_what_is_parsed_at_once(tmp_path):
         (2, -1, ""),  # upside down
     ],
 )
-def test_numbers_in_other_units_are_doubted(sensor, factor, says, windows):
+def test_numbers_in_other_units_are_reported(sensor, factor, says, windows):
     mean, std = (windows.mean(axis=(0, 2), dtype=np.float64), windows.std(axis=(0, 2), dtype=np.float64))
     changed = windows.copy()
     changed[:, 3 * sensor : 3 * sensor + 3] *= np.float32(factor)
@@ -90,7 +90,7 @@ def test_windows_keep_to_one_person_and_one_side_of_a_gap(tmp_path):
     assert "the clock has 2 gaps" in text and "has rows of 2 people" in text
 
 
-def test_times_are_those_of_the_clock(tmp_path):
+def test_times_follow_the_clock(tmp_path):
     path = recorded(tmp_path / "new.csv", [("p", 40)], rate=48.0, names=("time", "subject"), gap=500)
     windows = read_new_windows(path, ONE)
     assert windows.start_s == pytest.approx([0, 5 / 48, 10 / 48, 520 / 48, 525 / 48, 530 / 48], abs=1e-3)
@@ -100,7 +100,7 @@ def test_times_are_those_of_the_clock(tmp_path):
 
 
 @pytest.mark.parametrize("begin", [0, 1_700_000_000])
-def test_times_are_those_of_each_person_and_trial(begin, tmp_path):
+def test_times_are_kept_per_person_and_trial(begin, tmp_path):
     """The clock starts again with each person and trial, and has gaps."""
     path, names = tmp_path / "new.csv", ("time", "session")
     stretches = [("1", 20), ("2", 20), ("1", 20)]
@@ -128,7 +128,7 @@ def test_times_are_those_of_each_person_and_trial(begin, tmp_path):
         lambda time: f"18:30:{time:06.3f}",
     ],
 )
-def test_another_rate_by_the_clock_is_refused(clock, tmp_path):
+def test_another_rate_according_to_the_clock_is_refused(clock, tmp_path):
     path = recorded(tmp_path / "new.csv", [("p", 100)], rate=25.0, names=("time", "subject"), clock=clock)
     with pytest.raises(UserError, match=r"^--predict .*the clock \(time\) shows 25 rows per second, but .* at 50"):
         read_new_windows(path, ONE)
@@ -136,7 +136,7 @@ def test_another_rate_by_the_clock_is_refused(clock, tmp_path):
     assert len(read_new_windows(path, ONE)) == 19
 
 
-def test_rows_out_of_order_are_reported(tmp_path):
+def test_unordered_rows_are_reported(tmp_path):
     path = recorded(tmp_path / "new.csv", [("p", 40)], names=("time", "subject"))
     header, *lines = path.read_text().splitlines()
     for swapped, said in ((lines, []), ([*lines[:6], *lines[8:5:-1], *lines[9:]], ["backwards 2 times"])):
@@ -181,7 +181,7 @@ def refuse_file(path, message):
         (1, 9, "total_acc_z,total_acc_z", "line 1: has several columns named total_acc_z"),
     ],
 )
-def test_mistake_in_a_recording_is_named(line, column, field, message, windows, tmp_path):
+def test_an_error_in_a_recording_is_named(line, column, field, message, windows, tmp_path):
     path = save_recording(tmp_path / "walk.csv", joined(windows)[:130])
     lines = [text.split(",") for text in path.read_text().splitlines()]
     lines[line - 1][column - 1] = field
@@ -189,7 +189,7 @@ def test_mistake_in_a_recording_is_named(line, column, field, message, windows, 
     refuse_file(path, message)
 
 
-def test_mistake_far_below_is_named_by_its_line(tmp_path):
+def test_an_error_far_down_the_file_is_named_by_its_line(tmp_path):
     """Below what is parsed at once, and below a blank line."""
     path = save_recording(tmp_path / "walk.csv", np.zeros((6000, 9)))
     lines = path.read_text().splitlines()
@@ -220,7 +220,7 @@ def test_files_without_a_recording_are_refused(content, message, tmp_path):
     refuse_file(path, message)
 
 
-def test_recording_that_is_too_short(windows, tmp_path):
+def test_a_recording_shorter_than_a_window(windows, tmp_path):
     path = save_recording(tmp_path / "walk.csv", joined(windows)[:127])
     refuse_file(path, "has 127 rows below its line of column")
 

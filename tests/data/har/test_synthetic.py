@@ -35,7 +35,7 @@ def test_neighbouring_synthetic_windows_overlap_by_half() -> None:
     assert np.array_equal(signals[0, :, 64:], signals[1, :, :64])
 
 
-def test_synthetic_recordings_are_a_function_of_the_seed() -> None:
+def test_synthetic_recordings_depend_only_on_the_seed() -> None:
     first, again, other = har_synthetic.generate(3), har_synthetic.generate(3), har_synthetic.generate(4)
     for name in first:
         assert np.array_equal(first[name], again[name])

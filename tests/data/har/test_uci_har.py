@@ -15,14 +15,14 @@ from trainer.common.errors import UserError
 # Every form of the data set
 
 
-def test_folder_or_its_parent(layout, cache_dir) -> None:
+def test_the_data_folder_or_its_parent_is_accepted(layout, cache_dir) -> None:
     assert_is_the_layout(load_uci_har(layout, cache_dir))
     assert_is_the_layout(load_uci_har(layout.parent, cache_dir))
 
 
 @pytest.mark.parametrize("top", ["", "UCI HAR Dataset/"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_zip_and_zip_in_zip(layout, cache_dir, top, nested) -> None:
+def test_zips_and_zips_within_zips(layout, cache_dir, top, nested) -> None:
     content = zip_folder(layout, top)
     if nested:
         content = zip_in_zip(content)
@@ -35,7 +35,7 @@ def test_zip_and_zip_in_zip(layout, cache_dir, top, nested) -> None:
     assert_is_the_layout(load_uci_har(path.parent, cache_dir))  # the folder that holds the zip
 
 
-def test_changed_files_are_read_again(layout, cache_dir) -> None:
+def test_changed_files_are_reread(layout, cache_dir) -> None:
     first = load_uci_har(layout, cache_dir)
     labels = layout / "train" / "y_train.txt"
     labels.write_text(labels.read_text().replace("1", "2"))
@@ -95,7 +95,7 @@ def test_a_wrong_line_is_named(layout, cache_dir, file, line, change, message, z
         load_uci_har(path, cache_dir)
 
 
-def test_a_file_with_more_or_fewer_lines_is_named(layout, cache_dir) -> None:
+def test_a_file_with_another_number_of_lines_is_named(layout, cache_dir) -> None:
     file = layout / "train" / "Inertial Signals" / "total_acc_z_train.txt"
     file.write_bytes(b"\r\n".join(file.read_bytes().splitlines()[:-1]))
     with pytest.raises(UserError, match=r"--data-dir.*total_acc_z_train.*5 lines.*y_train.txt has 6"):

@@ -19,7 +19,7 @@ def checksums(layout: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("name", ["data", "my.zip"])
-def test_har_is_fetched_as_published(server, layout, tmp_path, nested, name) -> None:
+def test_har_is_downloaded_as_published(server, layout, tmp_path, nested, name) -> None:
     server.content = zip_folder(layout, "UCI HAR Dataset/")
     if nested:
         server.content = zip_in_zip(server.content)
@@ -34,7 +34,7 @@ def test_har_is_fetched_as_published(server, layout, tmp_path, nested, name) -> 
 
 
 @pytest.mark.parametrize("name", ["train/subject_train.txt", "test/Inertial Signals/body_gyro_y_test.txt"])
-def test_har_with_another_checksum_is_named_and_removed(server, layout, tmp_path, name) -> None:
+def test_har_with_another_checksum_is_reported_and_removed(server, layout, tmp_path, name) -> None:
     server.content = zip_in_zip(zip_folder(layout, "UCI HAR Dataset/"))
     sums = checksums(layout) | {name: "0" * 64}
     with pytest.raises(UserError, match=f": the download, {name}: is not the published file .its sha256 is [0-9a-f]+"):
@@ -42,7 +42,7 @@ def test_har_with_another_checksum_is_named_and_removed(server, layout, tmp_path
     assert [path.suffix for path in (tmp_path / "new").iterdir()] == [".lock"]
 
 
-def test_a_page_instead_of_har_is_named_and_removed(server, layout, tmp_path) -> None:
+def test_a_web_page_instead_of_har_is_reported_and_removed(server, layout, tmp_path) -> None:
     server.content = b"<html>We have moved</html>"
     with pytest.raises(UserError, match=r"the download: cannot be read or is damaged .File is not a zip file"):
         download_uci_har(tmp_path / "new", tmp_path / "cache", show_download, [server.address()], checksums(layout))
@@ -50,7 +50,7 @@ def test_a_page_instead_of_har_is_named_and_removed(server, layout, tmp_path) ->
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_present_uci_har_is_verified_and_kept(layout, tmp_path, nobody_listens, zipped) -> None:
+def test_existing_uci_har_is_verified_and_kept(layout, tmp_path, nobody_listens, zipped) -> None:
     path, file = layout, layout / "train" / "y_train.txt"
     if zipped:
         path = file = tmp_path / "har.zip"
@@ -94,7 +94,7 @@ def no_network(monkeypatch, nobody_listens) -> None:
 
 
 @pytest.mark.parametrize("place", [None, "folder", "har.zip"])
-def test_without_a_network_one_message_says_what_to_do(no_network, tmp_path, capsys, signals_restored, place) -> None:
+def test_without_a_network_one_message_gives_advice(no_network, tmp_path, capsys, signals_restored, place) -> None:
     arguments = ["--download", "--cache-dir", str(tmp_path / "cache"), "--save-dir", str(tmp_path / "run")]
     if place is not None:
         arguments += ["--data-dir", str(tmp_path / place)]
@@ -106,7 +106,7 @@ def test_without_a_network_one_message_says_what_to_do(no_network, tmp_path, cap
     assert not list(tmp_path.rglob("*.zip")) and not (tmp_path / "run").exists()
 
 
-def test_the_flag_verifies_what_is_there(layout, tmp_path) -> None:
+def test_the_flag_verifies_existing_files(layout, tmp_path) -> None:
     """By the official checksums, which generated files do not have."""
     for flags, cache_dir in (
         (HarFlags(download=True, data_dir=layout), tmp_path / "cache"),
@@ -118,7 +118,7 @@ def test_the_flag_verifies_what_is_there(layout, tmp_path) -> None:
             HarTask(flags, seed=0, cache_dir=cache_dir).splits()
 
 
-def test_a_missing_folder_is_a_mistake_only_without_the_flag(tmp_path) -> None:
+def test_a_missing_folder_is_an_error_only_without_download(tmp_path) -> None:
     (problem,) = HarFlags(data_dir=tmp_path / "missing").problems()
     assert "no such file or folder" in problem and "--download" in problem
     assert HarFlags(data_dir=tmp_path / "missing", download=True).problems() == []

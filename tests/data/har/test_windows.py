@@ -29,7 +29,7 @@ def everything(dataset: HarDataset) -> dict[str, np.ndarray]:
     return dataset.__getitems__(keys(*range(len(dataset))))
 
 
-def test_splits_hold_the_windows_of_their_subjects_and_statistics_those_trained_on(recordings) -> None:
+def test_splits_contain_their_subjects_and_statistics_only_training_windows(recordings) -> None:
     splits = split_by_subject(recordings, seed=0, val_subjects=[3])
     raw = np.concatenate([raw_windows("train"), raw_windows("test")])
     rows = {"train": [0, 1, 4, 5], "val": [2, 3], "test": [6, 7, 8]}
@@ -43,13 +43,13 @@ def test_splits_hold_the_windows_of_their_subjects_and_statistics_those_trained_
     np.testing.assert_allclose(std, raw[rows["train"]].std(axis=(0, 2)), rtol=1e-5)
 
 
-def test_statistics_are_those_of_the_windows_as_recorded(recordings) -> None:
+def test_statistics_come_from_unaugmented_windows(recordings) -> None:
     plain = split_by_subject(recordings, 0, [3])["train"].statistics
     augmented = split_by_subject(recordings, 0, [3], Augmentation(0.0, 0.0, 0.0, 5.0))["train"].statistics
     assert all(np.array_equal(a, b) for a, b in zip(plain, augmented, strict=True))
 
 
-def test_a_dead_channel_has_deviation_1(recordings) -> None:
+def test_a_constant_channel_has_deviation_1(recordings) -> None:
     signals = recordings.signals.copy()
     signals[:, 4] = 0.25
     dead = HarRecordings(signals, recordings.labels, recordings.subjects, recordings.is_test)
@@ -61,7 +61,7 @@ def windows_of(dataset: HarDataset) -> set[bytes]:
     return {window.tobytes() for window in everything(dataset)["signals"]}
 
 
-def test_rotation_by_seed_holds_everyone_out_and_no_one_is_in_two_splits(recordings) -> None:
+def test_rotating_splits_by_seed_holds_everyone_out_once(recordings) -> None:
     held_out: set[bytes] = set()
     for seed in range(2):
         splits = split_by_subject(recordings, seed, rotated_subjects(recordings, seed, 2))
@@ -79,7 +79,7 @@ def test_folds_hold_everyone_out_once(recordings) -> None:
         assert max(map(len, folds)) - min(map(len, folds)) <= 1
 
 
-def test_nobody_held_out_trains_on_all(recordings) -> None:
+def test_holding_out_nobody_trains_on_everyone(recordings) -> None:
     splits = split_by_subject(recordings, 0, [])
     assert splits.keys() == {"train", "test"} and len(splits["train"]) == 6
 

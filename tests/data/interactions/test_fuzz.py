@@ -60,7 +60,7 @@ def test_a_damaged_history_is_read_or_refused(tmp_path) -> None:
             assert len(histories) == 2 * len(histories.user_ids)
 
 
-def test_quotes_cost_time_in_proportion_to_a_file(tmp_path) -> None:
+def test_quotes_are_parsed_in_linear_time(tmp_path) -> None:
     draw = random.Random(0)
     lines = [f'{u}\t"{draw.choice("ab")}\t{u % 50}\t978300000\n' for u in range(30_000)]
     path = tmp_path / "quotes.tsv"

@@ -41,7 +41,7 @@ PARTS = {
 
 @pytest.mark.parametrize("form", PARTS)
 @pytest.mark.parametrize("in_zip", [False, True])
-def test_files_for_training_validation_and_test(form, in_zip, load, tmp_path):
+def test_separate_files_for_training_validation_and_test(form, in_zip, load, tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     for name, content in PARTS[form].items():
@@ -59,7 +59,7 @@ def test_files_for_training_validation_and_test(form, in_zip, load, tmp_path):
         assert scaled_times(found, found.times).min() == 1
 
 
-def test_without_a_file_of_validation_the_last_of_training_is_that(load, tmp_path):
+def test_without_a_validation_file_the_last_training_item_is_held_out(load, tmp_path):
     for name in ("train.csv", "test.csv"):
         (tmp_path / name).write_text(PARTS["CSV"][name])
     assert [bounds.tolist() for bounds in HoldOut().bounds(load(tmp_path))] == [[1, 1], [2, 1]]
@@ -86,7 +86,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("content", BAD)
-def test_bad_lines_are_refused_or_left_out_and_counted(content, load, tmp_path):
+def test_bad_lines_are_refused_or_skipped_and_counted(content, load, tmp_path):
     path, (num_bad, reason) = tmp_path / "t.csv", BAD[content]
     path.write_text(content)
     with pytest.raises(UserError, match=rf"{reason}.*; fix it.*, or skip unreadable lines with --on-bad drop"):
@@ -111,7 +111,7 @@ def test_a_file_with_only_bad_lines_is_refused(load, tmp_path):
         (["1.2.2024", "31.12.2024"], [334 * 86400], "day"),
     ],
 )
-def test_dates_with_day_and_month_in_either_order(texts, gaps, form, load, tmp_path):
+def test_dates_may_have_day_or_month_first(texts, gaps, form, load, tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("user,item,time\n" + "".join(f"a,{k},{text}\n" for k, text in enumerate(texts)))
     found = load(path, reading=Reading())
@@ -119,13 +119,13 @@ def test_dates_with_day_and_month_in_either_order(texts, gaps, form, load, tmp_p
     assert any(f"from dates whose {form} comes first" in remark for remark in found.remarks)
 
 
-def test_dates_with_the_year_first_and_without_leading_zeros(load, tmp_path):
+def test_dates_with_the_year_first_need_no_leading_zeros(load, tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("user,item,time\na,1,2024-2-9\na,2,2024/2/10 9:05\na,3,2024-02-11T00:00\n")
     assert np.diff(load(path).times).tolist() == [86400 + 9 * 3600 + 300, 86400 - 9 * 3600 - 300]
 
 
-def test_dates_that_do_not_tell_the_day_are_refused(load, tmp_path):
+def test_ambiguous_dates_are_refused(load, tmp_path):
     for texts in (["01/02/2024", "03/05/2024"], ["13/02/2024", "02/13/2024"]):
         (tmp_path / "t.csv").write_text("user,item,time\n" + "".join(f"a,{k},{text}\n" for k, text in enumerate(texts)))
         with pytest.raises(

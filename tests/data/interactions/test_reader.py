@@ -87,7 +87,7 @@ TIME_FORMS = {
 
 @pytest.mark.parametrize("form", TIME_FORMS)
 @pytest.mark.parametrize("draw", range(2))
-def test_one_log_in_any_spelling_is_read_as_the_same(load, form, draw) -> None:
+def test_one_log_in_any_format_is_read_equally(load, form, draw) -> None:
     rng = np.random.default_rng([draw, list(TIME_FORMS).index(form)])
     separator = rng.choice(["\t", ",", ";", "::"])
     names = {"user": ["user_id", "Customer", "USERID"], "item": ["item_id:token", "productId", "sku"]}
@@ -110,11 +110,11 @@ def test_one_log_in_any_spelling_is_read_as_the_same(load, form, draw) -> None:
 @pytest.mark.parametrize("separator", ["\t", " ", ",", "::", ", ", "   "])
 @pytest.mark.parametrize("columns", ["uit", "uirt"])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_separators_columns_and_line_ends(load, separator, columns, end) -> None:
+def test_separators_columns_and_line_endings(load, separator, columns, end) -> None:
     assert_are_the_lines(load(text(columns, separator, end)))
 
 
-def test_two_columns_are_in_the_order_of_the_file(load) -> None:
+def test_two_columns_keep_the_order_of_the_file(load) -> None:
     interactions = load(text("ui"))
     assert interactions.times is None
     assert by_user(interactions, interactions.items) == [[3, 1, 2], [2, 3, 2]]
@@ -135,22 +135,22 @@ def test_a_line_of_column_names(load, header, columns, separator) -> None:
     assert_are_the_lines(load(f"{header}\n{text(columns, separator)}"))
 
 
-def test_column_names_of_two_columns_are_told_from_names(load) -> None:
+def test_a_two_column_header_is_distinguished_from_data(load) -> None:
     assert load("user_id item_id\nann pen\nbob pen\n").num_users == 2
     assert load("ann pen\nbob pen\n", "other.txt").num_users == 2
 
 
-def test_blank_lines_a_missing_last_line_end_and_a_byte_order_mark(load) -> None:
+def test_blank_lines_byte_order_marks_and_unterminated_lines(load) -> None:
     assert_are_the_lines(load("\ufeff\n" + text("uit").replace("\n", "\n\n").rstrip()))
 
 
-def test_lines_across_blocks(load, monkeypatch) -> None:
+def test_lines_may_cross_blocks(load, monkeypatch) -> None:
     monkeypatch.setattr(module, "_ROWS_AT_ONCE", 4)
     assert_are_the_lines(load("user item time\n" + text("uit")))
 
 
 @pytest.mark.parametrize("others", [["2024-01-05"], ["20240301", "2024-01-05"], [str(NOON), "2024-01-05"]])
-def test_times_of_one_kind_throughout(load, monkeypatch, others) -> None:
+def test_times_have_one_kind_in_a_column(load, monkeypatch, others) -> None:
     """Also where the kinds meet at the border of two blocks, or within one."""
     monkeypatch.setattr(module, "_ROWS_AT_ONCE", 4)
     times = [*["20240301"] * 4, *others]
@@ -162,7 +162,7 @@ def test_times_of_one_kind_throughout(load, monkeypatch, others) -> None:
         load("user,item,time\n" + "".join(f"1,{i},{time}\n" for i, time in enumerate(times)))
 
 
-def test_names_that_are_not_all_numbers_are_in_order_of_text(load) -> None:
+def test_names_that_are_not_all_numbers_are_sorted_as_text(load) -> None:
     interactions = load("user item time\nb 10 1\nb 9 2\na 10 1\nb x 3\n")
     assert by_user(interactions, interactions.items) == [[1], [1, 2, 3]]
     assert list(interactions.item_ids) == ["10", "9", "x"]
@@ -171,19 +171,19 @@ def test_names_that_are_not_all_numbers_are_in_order_of_text(load) -> None:
     assert list(names.item_ids) == ["007", "7", "9", "10"]
 
 
-def test_whole_numbers_with_and_without_a_fraction_of_zero_are_one_name(load) -> None:
+def test_whole_numbers_with_and_without_decimals_are_one_name(load) -> None:
     mixed = load("user,item,time\n1.0,7,1\n2,10.0,2\n1,10,3\n2.0,007,4\n", "mixed.csv")
     assert by_user(mixed, mixed.items) == [[2, 3], [3, 1]] and list(mixed.item_ids) == ["007", "7", "10"]
     texts = load("user,item,time\na,7,1\na,7.0,2\na,7.5,3\n", "texts.csv")
     assert list(texts.item_ids) == ["7", "7.0", "7.5"]
 
 
-def test_a_line_of_names_that_comes_again_is_refused(load) -> None:
+def test_a_repeated_header_line_is_refused(load) -> None:
     with pytest.raises(UserError, match="the line of column names, with user and item, occurs"):
         load("user,item\n1,2\n1,3\nuser,item\n2,2\n", "joined.csv")
 
 
-def test_fractions_of_a_second_count_for_the_order(load) -> None:
+def test_fractions_of_a_second_determine_the_order(load) -> None:
     interactions = load("user item time\n1 1 7.75\n1 2 7.5\n1 3 -0.5\n1 4 8\n")
     assert interactions.items.tolist() == [3, 2, 1, 4]
     assert interactions.times.tolist() == [-1, 7, 7, 8]
@@ -207,12 +207,12 @@ def test_milliseconds_within_a_second_keep_their_order(load) -> None:
     assert interactions.times.tolist() == [NOON] * 3
 
 
-def test_a_time_that_is_not_known_does_not_change_the_unit(load) -> None:
+def test_a_missing_time_does_not_change_the_unit(load) -> None:
     interactions = load(f"user item time\n1 1 {NOON}000\n1 2 {NOON}500\n1 3 0\n")
     assert interactions.times.tolist() == [0, NOON, NOON]
 
 
-def test_days_in_one_number_are_days(load) -> None:
+def test_yyyymmdd_numbers_are_days(load) -> None:
     days = ["2023-12-31", "2024-01-01", "2024-02-29", "2024-05-31"]
     read = [
         load("user,item,time\n" + "".join(f"1,{i},{day}\n" for i, day in enumerate(some)), f"{name}.csv")
@@ -238,7 +238,7 @@ def test_days_in_one_number_are_days(load) -> None:
         ("197605312350 197605312360 197605312370", ["1976-04-06T02:21:52"] * 3),  # milliseconds: no minute is 60
     ],
 )
-def test_dates_in_one_number_are_known_as_floats_and_beside_zeros(load, times, seconds) -> None:
+def test_yyyymmdd_dates_are_recognised_as_floats_and_beside_zeros(load, times, seconds) -> None:
     interactions = load("user,item,time\n" + "".join(f"1,{i},{time}\n" for i, time in enumerate(times.split())))
     assert interactions.times.tolist() == np.array(seconds, "M8[s]").astype(int).tolist()
 
@@ -252,12 +252,12 @@ def test_dates_in_one_number_are_known_as_floats_and_beside_zeros(load, times, s
         (f"{NOON} {NOON}000 {NOON}001", rf"{NOON}000 looks like milliseconds, but {NOON} like seconds"),
     ],
 )
-def test_times_that_do_not_fit_the_others_are_refused(load, times, message) -> None:
+def test_times_inconsistent_with_the_others_are_refused(load, times, message) -> None:
     with pytest.raises(UserError, match=message):
         load("user,item,time\n" + "".join(f"1,{i},{time}\n" for i, time in enumerate(times.split())))
 
 
-def test_repeated_interactions_stay_but_equal_lines_count_once(load) -> None:
+def test_repeated_interactions_are_kept_but_equal_lines_count_once(load) -> None:
     interactions = load("user item time\n1 1 1\n2 1 1\n1 1 1\n1 1 2\n1 2 1\n2 1 1.5\n1 1 1\n")
     assert by_user(interactions, interactions.items) == [[1, 2, 1], [1, 1]]
     assert "2 of 7 lines are dropped, because they repeat the user, item " in " ".join(interactions.remarks)
@@ -265,7 +265,7 @@ def test_repeated_interactions_stay_but_equal_lines_count_once(load) -> None:
     assert without_times.items.tolist() == [1, 1]
 
 
-def test_quotes_of_tabbed_lines_enclose_fields_or_are_plain_characters(load) -> None:
+def test_quotes_in_tabbed_lines_enclose_fields_or_are_plain_characters(load) -> None:
     head = "user_id\ttitle\titem_id\ttimestamp\n"
     plain = load(
         f'{head}u1\tplain\ti1\t1300000000\nu1\t"Live\ti2\t1300000100\nu2\tbar 7"\ti3\t1300000200\n'
@@ -275,7 +275,7 @@ def test_quotes_of_tabbed_lines_enclose_fields_or_are_plain_characters(load) -> 
     assert by_user(plain, plain.items) == [[1, 2], [3, 1, 2]]
 
 
-def test_quotes_that_join_whole_lines_are_refused_and_texts_of_several_lines_are_not(load) -> None:
+def test_quotes_that_swallow_lines_are_refused_but_multiline_cells_are_not(load) -> None:
     head = "user_id,title,item_id,timestamp\n"
     with pytest.raises(UserError, match=r"lines 3 to 4: each line has all columns, .* double them"):
         load(f'{head}u1,plain,i1,1300000000\nu1,"Live,i2,1300000100\nu2,bar",i3,1300000200\n')
@@ -314,7 +314,7 @@ def test_gzip(load) -> None:
         {"shop.csv.gz": gzip.compress(text("uit", ",").encode()), "shop.pdf": "x"},
     ],
 )
-def test_zip_and_folder_with_one_file_that_can_be_meant(load, fresh_cache, tmp_path, members) -> None:
+def test_a_zip_or_folder_with_one_plausible_file(load, fresh_cache, tmp_path, members) -> None:
     assert_are_the_lines(load(zipped(members), "data.zip"))
     assert_are_the_lines(load(tarred(members), "data.tar.gz"))
     folder = tmp_path / "folder"
@@ -346,7 +346,7 @@ def test_zip_and_folder_with_one_file_that_can_be_meant(load, fresh_cache, tmp_p
         ("user,item,date,unixReviewTime\n1,2,x,30\n1,3,y,20\n", [[20, 30], [2, 1]]),
     ],
 )  # fmt: skip
-def test_columns_are_found_by_name_and_without_names_by_what_they_hold(load, content, read) -> None:
+def test_columns_are_found_by_name_or_by_content(load, content, read) -> None:
     interactions = load(content)
     times, items = read
     assert (interactions.times is None) if times is None else interactions.times.tolist() == times
@@ -394,12 +394,12 @@ def test_columns_are_the_named_columns(load, content, chosen) -> None:
         ("user,item,time\n1,2,3\n", {"item": "user"}, "the user is column 1, the item is column 1, the time is column"),
     ],
 )  # fmt: skip
-def test_columns_that_are_not_known_are_refused_with_the_flags(load, content, chosen, message) -> None:
+def test_unknown_columns_are_refused_with_their_flags(load, content, chosen, message) -> None:
     with pytest.raises(UserError, match=message):
         load(content, **chosen)
 
 
-def test_read_columns_and_doubts_about_few_times_are_reported(load) -> None:
+def test_columns_are_reported_and_few_times_cause_a_warning(load) -> None:
     lines = "".join(f"{i % 9},{i % 7},{i % 5},{i}\n" for i in range(60))
     doubted = load("user,item,time,price\n" + lines)
     table = [
@@ -465,13 +465,13 @@ def test_a_file_that_cannot_be_read_is_named_with_line_and_reason(load, content,
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_line_numbers_count_through_all_blocks(load, monkeypatch) -> None:
+def test_line_numbers_continue_across_blocks(load, monkeypatch) -> None:
     monkeypatch.setattr(module, "_ROWS_AT_ONCE", 7)
     with pytest.raises(UserError, match=r"line 101: '1 2'"):
         load(HEAD + "1 2 3\n" * 99 + "1 2\n")
 
 
-def test_paths_that_cannot_be_chosen(load, tmp_path, fresh_cache) -> None:
+def test_impossible_output_paths(load, tmp_path, fresh_cache) -> None:
     with pytest.raises(UserError, match=r"^--data-dir .*missing.txt: no such file"):
         load_interactions(tmp_path / "missing.txt", 1, fresh_cache)
     with pytest.raises(UserError, match=r"data.zip: 2 of its files could be .* found: a.txt, b.csv, c.pdf$"):
@@ -514,7 +514,7 @@ def slow_k_core(pairs: list[tuple[int, int]], k: int) -> list[tuple[int, int]]:
         pairs = kept
 
 
-def test_the_k_core_equals_a_slow_loop(load) -> None:
+def test_the_k_core_equals_a_slow_reference(load) -> None:
     rng = np.random.default_rng(0)
     dropped = set()
     for k in (0, 1, 2, 3, 4, 5):
@@ -540,7 +540,7 @@ def test_the_k_core_equals_a_slow_loop(load) -> None:
 # The cache
 
 
-def test_the_cache_tells_files_and_cores_apart_and_is_shared(load, tmp_path, fresh_cache) -> None:
+def test_the_cache_distinguishes_files_and_cores_and_is_shared(load, tmp_path, fresh_cache) -> None:
     first = load(text("uit"))
     again = load_interactions(tmp_path / "file.txt", 0, fresh_cache)
     assert again.key == first.key and not again.items.flags.writeable
@@ -549,7 +549,7 @@ def test_the_cache_tells_files_and_cores_apart_and_is_shared(load, tmp_path, fre
     assert changed.key != first.key and changed.num_users == 3
 
 
-def test_what_is_cached_is_not_read_again(load, tmp_path, fresh_cache) -> None:
+def test_cached_data_are_not_read_again(load, tmp_path, fresh_cache) -> None:
     load(text("uit"))
     path = tmp_path / "file.txt"
     status = path.stat()

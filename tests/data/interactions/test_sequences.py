@@ -107,7 +107,7 @@ def test_training_equals_a_slow_reference(make) -> None:
     assert batch["times"].dtype == np.int32
 
 
-def test_whole_histories_are_trained_on_piece_by_piece_each_item_once(make) -> None:
+def test_whole_histories_are_split_into_pieces_with_each_item_once(make) -> None:
     expected = []
     for user, row in enumerate(ITEMS):
         train, scaled = trained_on(row), slow_scaled_times(TIMES[user]) if row else []
@@ -149,7 +149,7 @@ def test_evaluation_equals_a_slow_reference(make, name, held_back) -> None:
     assert {batch[n].dtype for n in ("items", "target", "length", "candidates", "seen")} == {np.dtype(np.int64)}
 
 
-def test_the_lists_have_the_cases_that_matter() -> None:
+def test_the_test_lists_cover_the_relevant_cases() -> None:
     repeated_target = [user for user in EVALUATED if ITEMS[user][-1] in ITEMS[user][:-1]]
     repeated_validation = [user for user in EVALUATED if ITEMS[user][-2] in ITEMS[user][:-2]]
     assert repeated_target and repeated_validation
@@ -168,7 +168,7 @@ def test_batches_are_as_wide_as_their_longest_row(make) -> None:
     assert everything["items"].shape[1] == max(len(trained_on(row)) for row in ITEMS) - 1
 
 
-def test_what_is_not_there_or_not_asked_for_is_absent(make) -> None:
+def test_absent_or_unrequested_fields_are_missing(make) -> None:
     data = make(from_lists(ITEMS, None, 130, "no times"), negatives=None, mask_seen=False)
     assert whole(data["train"]).keys() == {"items", "targets", "length"}
     assert whole(data["val"]).keys() == whole(data["test"]).keys() == {"items", "length", "target", "candidates"}
@@ -184,7 +184,7 @@ def test_what_is_not_there_or_not_asked_for_is_absent(make) -> None:
         (None, "parity", False),
     ],
 )
-def test_batches_on_a_device_are_those_of_the_host(
+def test_batches_on_a_device_equal_batches_on_the_host(
     make, interactions, negatives, eval_negatives, whole_histories, with_times
 ) -> None:
     data = make(
@@ -201,7 +201,7 @@ def test_batches_on_a_device_are_those_of_the_host(
     assert weights.dtype == np.float32 and weights.tolist() == lengths.tolist() and len(set(weights)) > 1
 
 
-def test_what_parts_of_a_split_share_lies_on_a_device_once(make) -> None:
+def test_tensors_shared_by_parts_of_a_split_are_moved_once(make) -> None:
     train, val, test = moved(list(make().values()), HERE)
     assert train._items is val._items is test._items and train._sets is val._candidates.excluded
     assert isinstance(train._items, torch.Tensor) and isinstance(train._lengths, np.ndarray)
@@ -229,7 +229,7 @@ def slow_shares(kind: str, val_share: float, test_share: float) -> list[tuple[in
 
 
 @pytest.mark.parametrize("kind", ["ratio", "time"])
-def test_shares_that_are_held_out_equal_a_slow_reference(make, kind) -> None:
+def test_held_out_shares_equal_a_slow_reference(make, kind) -> None:
     data = make(hold_out=HoldOut(kind, val_share=0.2, test_share=0.3))
     bounds = slow_shares(kind, 0.2, 0.3)
     trained = {user: row[: bounds[user][0]] for user, row in enumerate(ITEMS) if bounds[user][0] >= 2}
@@ -253,7 +253,7 @@ def test_shares_that_are_held_out_equal_a_slow_reference(make, kind) -> None:
         assert len(np.unique(of_one_user, axis=0)) == len(of_one_user) > 1  # each has a draw of its own
 
 
-def test_training_precedes_what_is_held_out_by_time(make) -> None:
+def test_training_items_precede_held_out_items_in_time(make) -> None:
     bounds = HoldOut("time", 0.2, 0.3).bounds(from_lists(ITEMS, TIMES, 130, "bounds"))
     train, val, test = ([t for row, a, b in zip(TIMES, *bounds, strict=True) for t in row[part(a, b)]] for part in (
         lambda a, b: slice(0, a), lambda a, b: slice(a, b), lambda a, b: slice(b, None)))  # fmt: skip
@@ -265,7 +265,7 @@ def test_training_precedes_what_is_held_out_by_time(make) -> None:
 # Times
 
 
-def test_the_unit_of_time_comes_from_training_alone(make) -> None:
+def test_the_unit_of_time_comes_only_from_training_data(make) -> None:
     items = [[1, 2, 3, 4, 5]]
     first, other = ([[100, 140, 160, *future]] for future in ((161, 162), (500, 900)))
     train = [whole(make(from_lists(items, t, 130, f"unit {t}"))["train"])["times"].tolist() for t in (first, other)]
@@ -289,7 +289,7 @@ def item_sets(sets: list[set[int]], num_items: int) -> ItemSets:
 
 
 @pytest.mark.parametrize("num_items", [1, 2, 7, 30])
-def test_numbers_map_onto_the_other_items_one_to_one(num_items) -> None:
+def test_numbers_map_one_to_one_onto_the_other_items(num_items) -> None:
     rng = np.random.default_rng(num_items)
     everything = set(range(1, num_items + 1))
     sizes = [0, num_items, num_items - 1, *rng.integers(0, num_items + 1, 30)]
@@ -305,7 +305,7 @@ def test_numbers_map_onto_the_other_items_one_to_one(num_items) -> None:
         assert known._others_by_table(one, r)[0].tolist() == sorted(everything - own)
 
 
-def test_table_and_search_agree_on_many_users() -> None:
+def test_table_and_search_agree_for_many_users() -> None:
     rng = np.random.default_rng(0)
     sets = [set((rng.permutation(50)[: rng.integers(0, 50)] + 1).tolist()) for _ in range(40)]
     known = item_sets(sets, 50)
@@ -316,7 +316,7 @@ def test_table_and_search_agree_on_many_users() -> None:
     assert known.others(users, np.tile(r, 2)).tolist() == [row + row for row in expected]
 
 
-def test_training_negatives_are_never_trained_on_and_only_where_positions_are(make) -> None:
+def test_training_negatives_are_new_items_only_at_real_positions(make) -> None:
     for num in (1, 70):  # less and more draws than there are items
         train = make(negatives=Negatives(num, per_position=True))["train"]
         batch = whole(train)
@@ -384,7 +384,7 @@ def test_candidates_are_fixed_for_each_user_and_split(make, kind) -> None:
     ("kind", "name", "held_back"),
     [("parity", "val", 2), ("parity", "test", 2), ("unseen", "val", 1), ("unseen", "test", 0)],
 )
-def test_candidates_exclude_what_is_trained_on_or_was_seen_and_nothing_else(make, kind, name, held_back) -> None:
+def test_candidates_exclude_only_training_and_seen_items(make, kind, name, held_back) -> None:
     drawn: dict[int, set[int]] = {user: set() for user in EVALUATED}
     repeated = False
     for seed in range(40):
@@ -405,14 +405,14 @@ def test_clean_candidates_are_distinct_and_new_to_the_user(make, name) -> None:
         assert not set(row) & set(ITEMS[user]) and set(row) <= set(range(1, 131))
 
 
-def test_clean_candidates_are_all_that_is_left_where_that_is_just_enough(make) -> None:
+def test_clean_candidates_are_all_remaining_items_if_just_enough(make) -> None:
     items = [[1, 2, 3, 4, 5], [9, 9, 9]]
     batch = whole(make(from_lists(items, None, 105, "enough"), eval_negatives="clean")["test"])
     assert sorted(batch["candidates"][1].tolist()) == list(range(6, 106))
 
 
 @pytest.mark.parametrize(("num", "most"), [(1, 1), (3, 5), (8, 9), (100, 100), (100, 120), (100, 3000)])
-def test_distinct_numbers_are_those_of_floyd_round_by_round(num, most) -> None:
+def test_distinct_numbers_equal_floyds_algorithm(num, most) -> None:
     bits, limit = random_bits(0, 0, np.arange(60), num), np.random.default_rng(0).integers(num, most + 1, 60)
     chosen = [[] for _ in limit]
     for i in range(num):

@@ -54,7 +54,7 @@ def follows(later, earlier):
     return (topic(later) == topic(earlier)) & (ahead >= 1) & (ahead <= 3)
 
 
-def test_the_content_is_known_and_kept_in_the_cache(arrays, cache_dir) -> None:
+def test_the_content_matches_its_digest_and_is_cached(arrays, cache_dir) -> None:
     # A change of the content needs another _FORMAT_VERSION, or old caches pass for the new content.
     assert {name: hashlib.sha256(array.tobytes()).hexdigest()[:16] for name, array in arrays.items()} == CONTENT
     interactions = load_synthetic_interactions(cache_dir)
@@ -67,7 +67,7 @@ def test_the_content_is_known_and_kept_in_the_cache(arrays, cache_dir) -> None:
         assert np.array_equal(stored, array) and not stored.flags.writeable
 
 
-def test_sizes(arrays) -> None:
+def test_generated_interactions_have_the_stated_sizes(arrays) -> None:
     lengths = np.diff(arrays["offsets"])
     assert arrays["offsets"][0] == 0 and arrays["offsets"][-1] == len(arrays["items"]) == len(arrays["times"])
     assert lengths.min() == LENGTHS[0] >= 3 and lengths.max() <= LENGTHS[1]
@@ -75,7 +75,7 @@ def test_sizes(arrays) -> None:
     assert np.array_equal(np.unique(arrays["items"]), np.arange(1, NUM_ITEMS + 1))
 
 
-def test_nobody_watches_anything_twice(arrays) -> None:
+def test_no_user_has_an_item_twice(arrays) -> None:
     user = np.repeat(np.arange(NUM_USERS), np.diff(arrays["offsets"]))
     assert len(np.unique(user * (NUM_ITEMS + 1) + arrays["items"])) == len(user)
 
@@ -128,7 +128,7 @@ def test_times_are_sorted_and_gaps_are_short_or_long(arrays) -> None:
     assert 0.15 < num_long / num_gaps < 0.25
 
 
-def test_the_gap_tells_which_thread_goes_on(leaps) -> None:
+def test_the_gap_determines_which_thread_continues(leaps) -> None:
     in_visit = leaps["in_visit"]
     own_sequel = follows(leaps["following"], leaps["item"])
     sequel_of_before = follows(leaps["following"], leaps["before"])
@@ -138,7 +138,7 @@ def test_the_gap_tells_which_thread_goes_on(leaps) -> None:
     assert sequel_of_before[~in_visit].mean() > 0.65 and sequel_of_before[in_visit].mean() < 0.1
 
 
-def test_the_leap_itself_hardly_tells(leaps) -> None:
+def test_the_jump_alone_hardly_predicts_the_thread(leaps) -> None:
     position = (leaps["item"] - 1) % ITEMS_PER_TOPIC
     in_visit, opener = (
         np.bincount(position[chosen], minlength=ITEMS_PER_TOPIC) / chosen.sum()
@@ -147,7 +147,7 @@ def test_the_leap_itself_hardly_tells(leaps) -> None:
     assert np.abs(in_visit - opener).sum() / 2 < 0.12  # a guess by it is right at most 56 % of the time
 
 
-def test_threads_go_on_for_several_items(arrays) -> None:
+def test_threads_of_items_continue_for_several_items(arrays) -> None:
     items = arrays["items"].astype(np.int64)
     in_thread = follows(items[1:], items[:-1])
     goes_on = in_thread[1:][in_thread[:-1]].mean()

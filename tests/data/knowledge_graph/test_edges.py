@@ -22,7 +22,7 @@ def slow_edges(catalogue) -> Counter:
     return edges
 
 
-def test_edges_equal_a_slow_construction(catalogue) -> None:
+def test_edges_equal_a_slow_reference(catalogue) -> None:
     edges = collaborative_graph(catalogue)
     found = [*zip(edges.head.tolist(), edges.tail.tolist(), edges.relation.tolist(), strict=True)]
     expected = slow_edges(catalogue)
@@ -33,7 +33,7 @@ def test_edges_equal_a_slow_construction(catalogue) -> None:
     assert {edges.head.dtype, edges.tail.dtype, edges.relation.dtype} == {np.dtype(np.int32)}
 
 
-def test_without_a_graph_only_interactions_are_left(catalogue) -> None:
+def test_without_a_graph_only_interactions_are_edges(catalogue) -> None:
     bare = replace(catalogue, triples=catalogue.triples[:0])
     edges = collaborative_graph(bare)
     assert [*zip(edges.head.tolist(), edges.tail.tolist(), edges.relation.tolist(), strict=True)] == sorted(

@@ -87,7 +87,7 @@ def assert_same(one: Catalogue, other: Catalogue) -> None:
 # Both layouts
 
 
-def test_kgat_layout(load) -> None:
+def test_the_kgat_layout_is_read(load) -> None:
     catalogue = load(KGAT)
     counts = (catalogue.num_users, catalogue.num_items, catalogue.num_entities, catalogue.num_relations)
     assert counts == (3, 5, 8, 3) and catalogue.has_graph and not catalogue.selects_on_test
@@ -143,13 +143,13 @@ def test_ratings_are_split_by_user(load) -> None:
     assert {len(items) for items in parts[1]} == {1, 2} and 40 < len(catalogue.val) < 60
 
 
-def test_lists_may_name_more_than_occurs(load) -> None:
+def test_lists_of_users_may_name_unknown_users(load) -> None:
     more = {"item_list.txt": "org_id remap_id\n" + "".join(f"i{i} {i}\n" for i in range(7))}
     assert load(KGAT | more).num_items == 7
     assert load(KGCN | {"item_index2entity_id.txt": "x y\n" * 15}, "kgcn").num_items == 15
 
 
-def test_without_a_graph(load) -> None:
+def test_interactions_without_a_graph(load) -> None:
     catalogue = load(changed(kg_final=None))
     assert not catalogue.has_graph and catalogue.triples.shape == (0, 3)
     assert (catalogue.num_entities, catalogue.num_relations, catalogue.relation_names) == (5, 0, ())
@@ -165,7 +165,7 @@ def test_published_protocol_selects_on_test(load) -> None:
         assert as_lists(catalogue.train) == TRAIN and as_lists(catalogue.test) == TEST
 
 
-def test_held_out_is_a_function_of_seed_user_and_item(load) -> None:
+def test_held_out_items_depend_only_on_seed_user_and_item(load) -> None:
     rng = np.random.default_rng(0)
     lists = [rng.choice(99, rng.integers(1, 40), replace=False) for _ in range(60)]
     lists[0] = np.array([5])
@@ -189,7 +189,7 @@ def test_held_out_is_a_function_of_seed_user_and_item(load) -> None:
     assert len(times) > 9 and np.abs(times - 100).max() < 45  # five standard deviations
 
 
-def test_everybody_keeps_an_item() -> None:
+def test_every_user_keeps_an_item() -> None:
     lists = ItemLists.of_pairs(np.array([0, 1, 1, 3, 3, 3]), np.array([4, 0, 9, 1, 2, 3]), 5)
     for seed in range(20):
         rest, held_out = hold_out(lists, 0.99, seed, VAL_STREAM)
@@ -255,7 +255,7 @@ def test_everybody_keeps_an_item() -> None:
         ({"valid": "0\n1\n"}, r"valid.txt: no user has an item"),
     ],
 )
-def test_mistakes_of_the_kgat_layout_are_named(load, files, message) -> None:
+def test_errors_of_the_kgat_layout_are_named(load, files, message) -> None:
     with pytest.raises(UserError, match=r"^--data-dir .*" + message):
         load(changed(**files))
 
@@ -278,7 +278,7 @@ def test_mistakes_of_the_kgat_layout_are_named(load, files, message) -> None:
         ({"ratings_final.npy": npy(RATINGS)[:-5]}, r"npy: is damaged, or is not an array of numbers"),
     ],
 )
-def test_mistakes_of_the_kgcn_layout_are_named(load, files, message) -> None:
+def test_errors_of_the_kgcn_layout_are_named(load, files, message) -> None:
     if "item_index2entity_id.txt" in files:
         files = files | {"ratings_final.txt": "0 3 1\n0 4 1\n"}
         message = message.replace("'0 1 1'", "'0 4 1'")
@@ -286,7 +286,7 @@ def test_mistakes_of_the_kgcn_layout_are_named(load, files, message) -> None:
         load(KGCN | files)
 
 
-def test_paths_that_cannot_be_chosen(load, tmp_path) -> None:
+def test_impossible_output_paths(load, tmp_path) -> None:
     with pytest.raises(UserError, match=r"^--data-dir .*/nowhere: no such file or folder"):
         load_catalogue(tmp_path / "nowhere", tmp_path, val_share=0.1, seed=0, selects_on_test=False)
     with pytest.raises(UserError, match=r"train.txt: has no test.txt; give a folder that contains"):
@@ -299,7 +299,7 @@ def test_paths_that_cannot_be_chosen(load, tmp_path) -> None:
         load(zipped({}), "empty.zip")
 
 
-def test_the_folder_itself_comes_before_those_in_it(load) -> None:
+def test_the_folder_precedes_its_subfolders(load) -> None:
     alone = load(KGAT, "alone")
     assert_same(load(KGAT | {"old/train.txt": "0 1\n"}), alone)
     hidden = {f"set/{name}": content for name, content in KGAT.items()} | {".old/train.txt": "0 1\n"}
@@ -325,7 +325,7 @@ def test_no_validation_data_is_refused(load) -> None:
 # The cache
 
 
-def test_what_is_cached_is_not_read_again(load, tmp_path) -> None:
+def test_cached_data_are_not_read_again(load, tmp_path) -> None:
     first = load(KGAT)
     path = tmp_path / "set" / "train.txt"
     status = path.stat()
@@ -337,7 +337,7 @@ def test_what_is_cached_is_not_read_again(load, tmp_path) -> None:
         load_catalogue(tmp_path / "set", tmp_path / "cache", **settings, selects_on_test=True)
 
 
-def test_the_cache_tells_files_apart(load) -> None:
+def test_the_cache_distinguishes_files(load) -> None:
     load(KGAT)
     assert as_lists(load(changed(test="0 4\n")).test) == [[4], [], []]
     assert as_lists(load(changed(test="0 4\n", valid="2 1 3\n")).val) == [[], [], [1, 3]]
@@ -354,7 +354,7 @@ def test_the_cache_tells_files_apart(load) -> None:
         ("kgat/ml1m-freebase.zip", (6040, 3086, 96235, 9), (654_502, 91_188, 193_239, 124_644)),
     ],
 )
-def test_published_data_sets_have_their_published_sizes(tmp_path, name, counts, sizes) -> None:
+def test_published_data_sets_have_published_sizes(tmp_path, name, counts, sizes) -> None:
     catalogue = load_real(name, tmp_path)
     assert (catalogue.num_users, catalogue.num_items, catalogue.num_entities, catalogue.num_relations) == counts
     lists = (catalogue.train, catalogue.val, catalogue.test)

@@ -54,7 +54,7 @@ def test_a_sample_is_the_same_in_every_batch(catalogue, name) -> None:
         assert (other["negative"] != whole["negative"]).any()
 
 
-def test_samples_on_a_device_are_those_of_the_host(catalogue) -> None:
+def test_samples_on_a_device_equal_samples_on_the_host(catalogue) -> None:
     assert_equal_on_a_device(
         [
             *datasets(catalogue).values(),
@@ -108,7 +108,7 @@ def test_a_sample_of_softmax_is_a_user_with_all_items(catalogue) -> None:
     assert batch["items"].shape[1] == max(map(len, own))
 
 
-def test_triples_are_edges_and_negatives_are_none(catalogue) -> None:
+def test_triples_are_edges_and_negatives_are_not(catalogue) -> None:
     edges = collaborative_graph(catalogue)
     dataset = Triples(edges, 0)
     assert len(dataset) == len(edges.head)
@@ -134,7 +134,7 @@ def test_heads_take_turns(catalogue) -> None:
         assert len(set(turn)) == len(turn)
 
 
-def test_users_to_rank(catalogue) -> None:
+def test_users_to_rank_are_selected(catalogue) -> None:
     for split, positives, known in (
         ("val", catalogue.val, [catalogue.train]),
         ("test", catalogue.test, [catalogue.train, catalogue.val]),
@@ -160,7 +160,7 @@ def without(row: np.ndarray, padding: int) -> list[int]:
     return kept
 
 
-def test_what_is_validated_on_is_no_secret_of_the_test_where_both_are_one(catalogue) -> None:
+def test_validation_items_are_not_excluded_if_validation_is_the_test(catalogue) -> None:
     published = replace(catalogue, val=catalogue.test)
     for split in ("val", "test"):
         dataset = UsersToRank(published, split)
@@ -170,7 +170,7 @@ def test_what_is_validated_on_is_no_secret_of_the_test_where_both_are_one(catalo
             assert without(batch["seen"][row], catalogue.num_items) == catalogue.train.of(user).tolist()
 
 
-def test_who_leaves_no_negative_is_named(catalogue) -> None:
+def test_a_user_without_negatives_is_named(catalogue) -> None:
     users, items = np.array([1, *[3] * catalogue.num_items]), np.array([0, *range(catalogue.num_items)])
     greedy = replace(catalogue, train=ItemLists.of_pairs(users, items, catalogue.num_users))
     with pytest.raises(UserError, match=r"^--data-dir: user 3 has all 17 items in training, so no item is left"):

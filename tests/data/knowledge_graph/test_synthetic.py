@@ -27,13 +27,13 @@ def load(cache_dir):
     return run
 
 
-def test_the_content_is_known() -> None:
+def test_the_content_matches_its_digest() -> None:
     # A change of the content needs another _FORMAT_VERSION, or old caches pass for the new content.
     found = {name: hashlib.sha256(array.tobytes()).hexdigest()[:16] for name, array in generate().items()}
     assert found == CONTENT
 
 
-def test_what_it_contains(load) -> None:
+def test_content_of_the_catalogue(load) -> None:
     catalogue = load()
     assert (catalogue.num_users, catalogue.num_items) == (NUM_USERS, NUM_ITEMS)
     assert catalogue.num_entities == NUM_ITEMS + sum(NUM_ENTITIES.values())
@@ -59,7 +59,7 @@ def test_only_validation_depends_on_the_settings(load) -> None:
     assert published.selects_on_test and len(published.train) == len(catalogue.train) + len(catalogue.val)
 
 
-def test_tastes_follow_the_graph_but_for_what_distracts(load) -> None:
+def test_generated_tastes_follow_the_graph_except_for_distractors(load) -> None:
     """How often a test item shares an entity with a training item of the user, beside an item of anybody's test set."""
     catalogue = load()
     strangers = np.roll(catalogue.test.items, len(catalogue.test) // 2)
@@ -78,6 +78,6 @@ def test_tastes_follow_the_graph_but_for_what_distracts(load) -> None:
     assert 0.9 < gain["published_in"] < 1.1 and 0.9 < gain["printed_by"] < 1.1
 
 
-def test_items_have_few_interactions(load) -> None:
+def test_generated_items_have_few_interactions(load) -> None:
     num_users = np.bincount(load().train.items, minlength=NUM_ITEMS)
     assert 4 <= np.median(num_users) <= 8 and (num_users <= 3).mean() > 0.1

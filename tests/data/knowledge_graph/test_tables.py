@@ -89,7 +89,7 @@ def test_whole_numbers_with_decimals_are_the_same_ids_in_every_file(floats, load
     assert read_users(tmp_path / "users.csv", found)[0].tolist() == [2, 0]
 
 
-def test_interactions_alone_with_and_without_times(load):
+def test_only_interactions_with_and_without_times(load):
     found = load({"ratings.csv": USERS})
     assert not found.has_graph and len(found.test) == 4
     assert "Test: the latest fifth of each user's items." in found.notes
@@ -98,7 +98,7 @@ def test_interactions_alone_with_and_without_times(load):
     assert "Test: a random fifth of each user's items." in found.notes
 
 
-def test_times_in_a_column_with_another_name_are_named_by_the_user(load):
+def test_the_user_names_a_time_column_of_unusual_name(load):
     files = {"ratings.csv": USERS.replace("time", "Clicked At", 1)}
     with pytest.raises(UserError, match=r"recognised as the time; name it with --time-column; use --time-column none"):
         load(files)
@@ -111,7 +111,7 @@ def test_times_in_a_column_with_another_name_are_named_by_the_user(load):
     assert "Test: a random fifth of each user's items." in found.notes
 
 
-def test_files_for_training_validation_and_test(load):
+def test_separate_files_for_training_validation_and_test(load):
     head, rows = "user,item,at\n", ["a,1,7\na,2,8\nb,1,9\n", "a,3,1\n", "b,3,1\n"]  # needs no times
     found = load(dict(zip(("train.csv", "valid.csv", "test.csv"), (head + row for row in rows), strict=True)))
     assert named(found, found.test) == {("b", "3")} and len(found.train) == 3
@@ -119,7 +119,7 @@ def test_files_for_training_validation_and_test(load):
         load({"more.csv": head + rows[0]} | dict.fromkeys(("train.csv", "test.csv"), head + rows[0]))
 
 
-def test_graphs_without_items_and_lines_without_values(load, tmp_path):
+def test_graphs_without_items_and_lines_with_missing_values(load, tmp_path):
     with pytest.raises(UserError, match=r"graph.csv: none of its 1 triples .*\(for example i0, i1, i2\); name"):
         load({"interactions.csv": USERS, "graph.csv": "head,relation,tail\nx,y,z\n"})
     files = {"interactions.csv": USERS + "u0,,7\n", "graph.csv": GRAPH + "i1,of,\n"}
@@ -134,7 +134,7 @@ def test_graphs_without_items_and_lines_without_values(load, tmp_path):
         load({"interactions.csv": "a,b\n1,2\n", "graph.csv": GRAPH})
 
 
-def test_files_that_are_no_tables_are_told_where_nothing_else_is_there(load):
+def test_files_that_are_not_tables_are_listed_if_there_is_no_table(load):
     assert load({"a.txt": "{\n", "x.inter": recbole(USERS)}).num_users == 4
     with pytest.raises(UserError, match=r"a.txt: is JSON of several lines"):
         load({"a.txt": "{\n", "x.inter": "a\tb\n"})
@@ -154,7 +154,7 @@ def test_users_by_name_and_unknown_ones(load, tmp_path):
 
 @pytest.mark.parametrize("header", ["", "customer_id\n"])
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\r"])
-def test_any_user_can_be_named_plain_or_as_in_a_csv_file(header, ending, load, tmp_path):
+def test_users_can_be_named_plain_or_quoted_as_in_csv(header, ending, load, tmp_path):
     names = ['u "0"', '"all"', '"', "a, b", "line\u2028break", "client"]
     quoted = ['"' + name.replace('"', '""') + '"' for name in names]
     found, path = load({"ratings.csv": "user,item\n" + "".join(f"{n},1\n{n},2\n" for n in quoted)}), tmp_path / "u.csv"

@@ -12,7 +12,7 @@ from trainer.common.errors import UserError
 has_soundfile = importlib.util.find_spec("soundfile") is not None
 
 
-def test_16_bits_come_back_exactly():
+def test_16_bit_audio_round_trips_exactly():
     samples = np.arange(-(2**15), 2**15).astype(np.int16)
     decoded, rate = decode(wav(samples, 16_000), "a.wav")
     assert rate == 16_000 and decoded.dtype == np.float32
@@ -33,7 +33,7 @@ def test_all_widths_of_integers(num_bytes):
 
 
 @pytest.mark.parametrize("bits", [32, 64])
-def test_floats(bits):
+def test_floats_are_saved_exactly(bits):
     values = np.array([-1, -0.25, 0, 1e-3, 0.5, 1.5], f"<f{bits // 8}")
     decoded, _ = decode(riff(3, bits, 1, values.tobytes()), "a.wav")
     assert np.array_equal(decoded, values.astype(np.float32))
@@ -51,7 +51,7 @@ def test_channels_are_averaged():
     assert to_int16(decoded).tolist() == [200, 0, 32767]
 
 
-def test_file_written_into_a_pipe_is_read_to_its_end():
+def test_a_piped_file_is_read_to_its_end():
     data = struct.pack("<3h", 1, -2, 3)
     for size in (0x7FFFF000, 0xFFFFFFFF):
         assert to_int16(decode(riff(1, 16, 1, data, size=size), "a.wav")[0]).tolist() == [1, -2, 3]
@@ -73,12 +73,12 @@ GOOD = riff(1, 16, 1, bytes(20))
         (riff(3, 32, 1, struct.pack("<f", 1e30)), "has samples up to 1e.30, but full scale is 1"),
     ],
 )
-def test_damaged_file_is_unreadable(content, says):
+def test_a_damaged_file_is_reported_as_unreadable(content, says):
     with pytest.raises(UnreadableAudio, match=says):
         decode(content, "a.WAV")
 
 
-def test_wav_without_samples_is_of_length_zero():
+def test_a_wav_file_without_samples_has_length_zero():
     assert len(decode(riff(1, 16, 1, b""), "a.wav")[0]) == 0
 
 
@@ -92,7 +92,7 @@ def test_sound_beyond_full_scale_is_scaled_down_and_not_cut_off(peak, is_loud):
     np.testing.assert_allclose(scaled, samples / peak if is_loud else samples, rtol=1e-6)
 
 
-def test_cut_anywhere_it_is_read_or_unreadable():
+def test_a_truncated_file_is_read_or_reported():
     content = riff(1, 24, 2, bytes(24))
     for length in range(len(content)):
         with pytest.raises(UnreadableAudio):
@@ -152,7 +152,7 @@ def test_resampling_equals_the_slow_sum(from_rate, to_rate, length):
 
 
 @pytest.mark.parametrize(("from_rate", "to_rate"), RATES)
-def test_tones_stay_where_they_were_and_none_is_mirrored(from_rate, to_rate):
+def test_tones_keep_their_frequency_without_aliasing(from_rate, to_rate):
     old, new = (np.arange(rate // 2) / rate for rate in (from_rate, to_rate))
     nyquist = min(from_rate, to_rate) / 2
     inner = slice(to_rate // 50, -to_rate // 50)
@@ -164,6 +164,6 @@ def test_tones_stay_where_they_were_and_none_is_mirrored(from_rate, to_rate):
         assert np.abs(resample(too_high, from_rate, to_rate))[inner].max() < 1e-4
 
 
-def test_same_rate_changes_nothing():
+def test_resampling_to_the_same_rate_changes_nothing():
     samples = np.random.default_rng(0).standard_normal(50).astype(np.float32)
     assert np.array_equal(resample(samples, 16_000, 16_000), samples)

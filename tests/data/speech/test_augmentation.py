@@ -21,7 +21,7 @@ def power(audio: np.ndarray) -> float:
 
 @pytest.mark.parametrize("percent", [80, 93, 101, 120])
 @pytest.mark.parametrize("length", [1, 99, 100, 3500, 3517])
-def test_lengths_are_known_beforehand(percent, length) -> None:
+def test_lengths_are_known_without_decoding(percent, length) -> None:
     audio = np.ones(length, np.float32)
     assert len(at_duration(audio, percent)) == length_at(length, percent) == np.ceil(length * percent / 100)
     assert at_duration(audio, percent).dtype == np.float32
@@ -39,13 +39,13 @@ def test_resampling_gives_the_same_sound_at_other_times(percent) -> None:
     np.testing.assert_allclose(at_duration(sound(old).astype(np.float32), percent), sound(new), atol=2e-4)
 
 
-def test_what_is_too_high_for_the_rate_is_removed_and_not_folded_down() -> None:
+def test_frequencies_above_nyquist_are_removed_without_aliasing() -> None:
     """Played in 80 % of the time, 3,600 Hz would be 4,500 Hz, beyond half of 8 kHz."""
     faster = at_duration(tone(3600, 8000), 80)
     assert power(faster) < 1e-6 * power(tone(3600, 8000))
 
 
-def test_noise_has_the_ratio_that_was_asked_for() -> None:
+def test_noise_has_the_requested_ratio() -> None:
     for snr_db in (0.0, 20.0):
         for length in (8000, 300_000):
             clean = tone(440, length)
@@ -58,7 +58,7 @@ def test_noise_has_the_ratio_that_was_asked_for() -> None:
             np.testing.assert_allclose(bands, np.mean(bands), rtol=0.15)
 
 
-def test_a_coloured_noise_is_of_low_frequencies() -> None:
+def test_coloured_noise_has_low_frequencies() -> None:
     spectra = []
     for colour in (0, 2):
         audio = tone(500, 2**15)
@@ -77,7 +77,7 @@ def test_silence_stays_silent() -> None:
     assert (audio == 0).all()
 
 
-def test_each_strength_changes_what_it_says_within_its_range() -> None:
+def test_each_augmentation_strength_changes_only_its_property() -> None:
     index = np.arange(300)
     clean = [tone(500, 1000) for _ in index]
 
@@ -133,7 +133,7 @@ def test_changes_depend_only_on_seed_epoch_and_sample() -> None:
         assert not any(np.array_equal(a, b) for a, b in zip(others[0], together[0], strict=True))
 
 
-def test_times_scales_every_strength() -> None:
+def test_the_factor_scales_every_strength() -> None:
     whole = Augmentation()
     assert whole.times(1.0) == whole
     half = whole.times(0.5)

@@ -83,7 +83,7 @@ FOUND = {
 
 @pytest.mark.parametrize("layout", FOUND)
 @pytest.mark.parametrize("pack", [None, zipped, tarred])
-def test_corpora_as_they_are_published(layout, pack, tmp_path, noise):
+def test_published_corpora_are_read(layout, pack, tmp_path, noise):
     files = {name: wav(noise()) if text is None else text for name, text in HUGGING_FACE[layout].items()}
     folder = tmp_path / "corpus"
     if pack is None:
@@ -100,7 +100,7 @@ def test_corpora_as_they_are_published(layout, pack, tmp_path, noise):
     assert found.skipped == {}
 
 
-def test_a_transcript_in_another_encoding_is_left_out_or_read(tmp_path, noise):
+def test_a_transcript_in_another_encoding_is_skipped_or_read(tmp_path, noise):
     for name in "ab":
         (tmp_path / f"{name}.wav").write_bytes(wav(noise()))
     (tmp_path / "a.txt").write_bytes(b"Ja")
@@ -115,7 +115,7 @@ def test_a_transcript_in_another_encoding_is_left_out_or_read(tmp_path, noise):
     assert found.transcripts == ("Ja", "Grüße") and "b.txt: is read in the encoding cp1252" in found.found["encoding"]
 
 
-def test_kaldi_is_pointed_to_the_page(tmp_path):
+def test_kaldi_folders_with_segments_are_pointed_to_the_page(tmp_path):
     for name in ("wav.scp", "text", "utt2spk"):
         (tmp_path / name).write_text("a a.wav\n")
     with pytest.raises(UserError, match=r"looks like Kaldi's files .*docs/formats.md#kaldi shows"):

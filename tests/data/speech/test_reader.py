@@ -81,7 +81,7 @@ def facts(corpus: Corpus) -> dict[str, tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_all_forms_hold_the_same(load, noise, form):
+def test_every_format_holds_the_same_data(load, noise, form):
     samples = {f"x/{digit}_eve_{index}.wav": noise(50 + index) for digit in range(3) for index in (0, 4, 5, 49)}
     corpus = load({name: wav(x) for name, x in samples.items()} | {"x/._hidden.wav": "", "x/README": "-"}, form)
     assert facts(corpus) == {
@@ -92,7 +92,7 @@ def test_all_forms_hold_the_same(load, noise, form):
     assert corpus.sample_rate == 8000 and not corpus.skipped and len(corpus) == 12
 
 
-def test_words_in_names(load, noise):
+def test_words_in_column_names_are_split(load, noise):
     corpus = load({f"{name}.wav": wav(noise()) for name in ("1_0_1", "0_0_0", "yes_please")})
     assert facts(corpus) == {
         "0_0_0.wav": ("0 0 0", "", ""),
@@ -101,7 +101,7 @@ def test_words_in_names(load, noise):
     }
 
 
-def test_librispeech(load, noise):
+def test_librispeech_is_read(load, noise):
     trans = "84-1-0000 HE WAS\n84-1-0001 A MAN\n\n84-1-0002 WITHOUT SOUND\n"
     corpus = load({
         "LibriSpeech/dev-clean/84/1/84-1.trans.txt": trans,
@@ -153,7 +153,7 @@ def entry(path, text="a b", **more):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_manifests(load, noise, form):
+def test_manifests_are_read(load, noise, form):
     corpus = load(
         {
             "train_manifest.json": manifest(entry("wav/1.wav", duration=0.01), entry("wav/2.wav", speaker=7)),
@@ -172,7 +172,7 @@ def test_manifests(load, noise, form):
     }
 
 
-def test_single_manifest_names_sound_anywhere(tmp_path, noise):
+def test_a_single_manifest_may_name_sound_anywhere(tmp_path, noise):
     elsewhere = as_folder(tmp_path / "elsewhere", {"1.wav": wav(noise()), "2.wav": wav(noise())})
     lists = as_folder(
         tmp_path / "lists",
@@ -185,7 +185,7 @@ def test_single_manifest_names_sound_anywhere(tmp_path, noise):
     assert len(load_corpus(lists / "train.jsonl", tmp_path / "cache").utterance(0)) == 99
 
 
-def test_text_files(load, noise):
+def test_text_files_are_read(load, noise):
     corpus = load({
         "train/eve/1.wav": wav(noise()), "train/eve/1.txt": "One,\n two.\n",
         "train/bob/1.wav": wav(noise()), "train/bob/1.txt": "One",
@@ -207,7 +207,7 @@ def test_text_files_of_one_folder_have_no_speaker(load, noise):
     assert facts(corpus) == {"wavs/a.wav": ("a", "", ""), "wavs/B.WAV": ("b", "", "")}
 
 
-def test_names_need_not_be_text(tmp_path, noise):
+def test_names_need_not_be_strings(tmp_path, noise):
     (tmp_path / "corpus").mkdir()
     for name in (b"a_\xff", b"b_\xff"):
         Path(os.fsdecode(bytes(tmp_path / "corpus") + b"/" + name + b".wav")).write_bytes(wav(noise()))
@@ -217,7 +217,7 @@ def test_names_need_not_be_text(tmp_path, noise):
     assert len(hold_out(corpus, split="utterance", val_share=0, test_share=0.5)["test"]) == 1
 
 
-def test_linked_folders_are_read_and_circles_are_not(tmp_path, noise):
+def test_linked_folders_are_read_without_following_cycles(tmp_path, noise):
     elsewhere = as_folder(tmp_path / "elsewhere", {"1_0.wav": wav(noise())})
     corpus = as_folder(tmp_path / "corpus", {"0_1.wav": wav(noise())})
     (corpus / "linked").symlink_to(elsewhere)
@@ -238,11 +238,11 @@ def test_most_frequent_rate_wins_and_others_are_resampled(load, noise):
     assert np.array_equal(corpus.utterance(1), to_int16(resample(samples[1] / np.float32(2**15), 16_000, 8_000)))
 
 
-def test_of_equally_frequent_rates_the_highest_wins(load, noise):
+def test_the_highest_of_equally_frequent_rates_wins(load, noise):
     assert load({"0_0.wav": wav(noise(), 8_000), "1_0.wav": wav(noise(), 16_000)}).sample_rate == 16_000
 
 
-def test_rate_asked_for(load, noise):
+def test_the_requested_rate_is_used(load, noise):
     samples = noise(400)
     corpus = load({"0_0.wav": wav(samples)}, sample_rate=16_000)
     assert corpus.sample_rate == 16_000
@@ -287,7 +287,7 @@ def test_unusable_utterance_is_refused(load, noise):
         load(damaged(noise), reading=Reading(on_bad="refuse"))
 
 
-def test_nothing_usable_is_refused(load):
+def test_a_corpus_without_usable_utterances_is_refused(load):
     with pytest.raises(UserError, match=r"none of its 2 utterances can be used: is damaged.*, such as 0_0.wav .2."):
         load({"0_0.wav": "-", "1_0.wav": "-"})
 
@@ -320,7 +320,7 @@ def test_bad_line_of_common_voice_is_named(load, noise):
         load({"train.tsv": "path\tsentence\n"}, as_zip)
 
 
-def test_recording_listed_twice_is_refused(load, noise):
+def test_a_recording_listed_twice_is_refused(load, noise):
     files = {"train.jsonl": manifest(entry("1.wav")), "test.jsonl": manifest(entry("./1.wav")), "1.wav": wav(noise())}
     with pytest.raises(UserError, match=r"corpus, 1.wav: occurs 2 times"):
         load(files)
@@ -343,7 +343,7 @@ def test_several_corpora_are_refused(load, noise):
         ["one", "two"],
     ],
 )
-def test_names_that_are_no_words_are_no_transcripts(load, names):
+def test_file_names_without_words_are_not_transcripts(load, names):
     with pytest.raises(UserError, match=r"looks like|no recordings with transcripts"):
         load({f"{name}.wav": b"" for name in names})
 
@@ -351,7 +351,7 @@ def test_names_that_are_no_words_are_no_transcripts(load, names):
 @pytest.mark.parametrize(
     "beside", ["a.txt", "txt/a.TXT", "text", "data/wav.scp", "lab/a.lab", "a.Lab", "all.json", "names.tsv", "list.CSV"]
 )
-def test_names_next_to_other_texts_are_no_transcripts(load, noise, beside):
+def test_file_names_beside_other_texts_are_not_transcripts(load, noise, beside):
     files = {"0_1.wav": wav(noise()), "1_0.wav": wav(noise())}
     with pytest.raises(UserError, match=r"looks like|no recordings with transcripts"):
         load(files | {beside: "1"})
@@ -376,7 +376,7 @@ def test_names_next_to_other_texts_are_no_transcripts(load, noise, beside):
         ),
     ],
 )
-def test_forms_that_are_not_read_are_named(load, files, says):
+def test_unsupported_formats_are_named(load, files, says):
     with pytest.raises(UserError, match=f"looks like {says}"):
         load(dict.fromkeys(files, b""))
 
@@ -396,18 +396,18 @@ def test_folder_without_transcripts_is_refused(load, files, says):
 
 @pytest.mark.parametrize("form", [as_zip, as_tar, as_tar_gz])
 @pytest.mark.parametrize("name", ["../1_0.wav", "/1_0.wav", "a/../../1_0.wav"])
-def test_name_that_leads_out_of_an_archive_is_refused(load, noise, form, name):
+def test_a_name_that_leads_out_of_an_archive_is_refused(load, noise, form, name):
     with pytest.raises(UserError, match=f"contains the name '{name}', which points outside the archive"):
         load({name: wav(noise())}, form)
 
 
 @pytest.mark.parametrize("sound", ["../1.wav", "/etc/passwd"])
-def test_manifest_cannot_lead_out_of_an_archive(load, sound):
+def test_a_manifest_cannot_lead_out_of_an_archive(load, sound):
     with pytest.raises(UserError, match=f"train.jsonl, line 1: '{sound}' points outside the archive"):
         load({"train.jsonl": manifest(entry(sound)), "x": ""}, as_zip)
 
 
-def test_utterances_that_an_archive_lost_are_counted(tmp_path, noise):
+def test_utterances_missing_from_an_archive_are_counted(tmp_path, noise):
     samples = [noise(2_000) for _ in range(3)]
     path = as_zip(tmp_path / "corpus", {f"{i}_0.wav": wav(x) for i, x in enumerate(samples)})
     content = path.read_bytes()
@@ -438,7 +438,7 @@ def test_damaged_archive_is_refused(tmp_path, noise, form):
         load_corpus(path, tmp_path / "cache", reading=Reading(on_bad="drop"))
 
 
-def test_paths_that_cannot_be_meant_are_refused(tmp_path, noise):
+def test_implausible_paths_are_refused(tmp_path, noise):
     with pytest.raises(UserError, match="no such file or folder"):
         load_corpus(tmp_path / "none", tmp_path / "cache")
     as_folder(tmp_path / "x", {"a.wav": wav(noise()), "two/a.zip": "", "two/b.tar": ""})
@@ -473,7 +473,7 @@ def test_corpus_is_decoded_once_until_it_changes(load, noise):
     assert decoded == [2, 3, 3]
 
 
-def test_nothing_but_the_corpus_is_left_in_the_cache(load, noise, tmp_path):
+def test_only_the_corpus_remains_in_the_cache(load, noise, tmp_path):
     load({"0_0.wav": wav(noise(), 8_000), "1_0.wav": wav(noise(), 16_000)}, as_tar_gz)
     (entry,) = (path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock")
     assert {path.name for path in entry.iterdir()} == {"audio.npy", "offsets.npy", "facts.npy", "names.txt"}
@@ -488,7 +488,7 @@ def test_cache_that_cannot_be_written_to_is_named(tmp_path, noise):
 # --- new recordings ----------------------------------------------------------------------------------------------
 
 
-def test_new_recordings_of_a_folder(tmp_path, noise):
+def test_new_recordings_in_a_folder(tmp_path, noise):
     samples = [noise(100), noise(60)]
     as_folder(tmp_path, {"b.wav": wav(samples[0]), "a/c.WAV": wav(samples[1], 16_000), "x.txt": "-"})
     corpus = read_recordings(tmp_path, 8_000)
@@ -497,7 +497,7 @@ def test_new_recordings_of_a_folder(tmp_path, noise):
     assert corpus.transcripts == corpus.speakers == ("", "")
 
 
-def test_new_recording_of_a_file(tmp_path, noise):
+def test_a_new_recording_in_a_file(tmp_path, noise):
     (tmp_path / "a.wav").write_bytes(wav(noise(10)))
     corpus = read_recordings(tmp_path / "a.wav", 8_000)
     assert corpus.names == ("a.wav",) and len(corpus.utterance(0)) == 10
@@ -516,7 +516,7 @@ def test_bad_new_recordings_are_named(tmp_path, noise):
             read_recordings(tmp_path / "a.wav", 8_000)
 
 
-def test_unreadable_recordings_of_a_folder_are_left_out_or_refused(tmp_path, noise):
+def test_unreadable_recordings_of_a_folder_are_skipped_or_refused(tmp_path, noise):
     """As in training."""
     as_folder(tmp_path, {"a.wav": wav(noise())[:-1], "in/b.wav": wav(noise()), "c.wav": ""})
     corpus = read_recordings(tmp_path, 8_000)
@@ -528,7 +528,7 @@ def test_unreadable_recordings_of_a_folder_are_left_out_or_refused(tmp_path, noi
         read_recordings(tmp_path, 8_000, "refuse")
 
 
-def test_sound_beyond_full_scale_is_scaled_down_and_said(load, tmp_path, noise):
+def test_sound_beyond_full_scale_is_scaled_down_and_reported(load, tmp_path, noise):
     samples = np.array([0.1, -2.0, 1.5, 0.4], "<f4")
     loud = riff(3, 32, 1, samples.tobytes())
     corpus = load({"1_0.wav": loud, "0_1.wav": wav(noise())})
@@ -548,7 +548,7 @@ def real_data(name):
     return path
 
 
-def test_free_spoken_digits_are_as_published(tmp_path):
+def test_free_spoken_digits_match_their_published_counts(tmp_path):
     corpus = load_corpus(real_data("fsdd/recordings.tar.gz"), tmp_path)
     assert len(corpus) == 3000 and corpus.sample_rate == 8000 and not corpus.skipped
     assert Counter(corpus.transcripts) == dict.fromkeys("0123456789", 300)
@@ -561,7 +561,7 @@ def test_free_spoken_digits_are_as_published(tmp_path):
     assert (corpus.transcripts[i], corpus.speakers[i], corpus.splits[i]) == ("7", "theo", "")
 
 
-def test_yes_and_no_are_as_published(tmp_path):
+def test_the_yes_no_corpus_matches_its_published_counts(tmp_path):
     corpus = load_corpus(real_data("yesno"), tmp_path)
     assert len(corpus) == 60 and not corpus.skipped
     assert round(len(corpus.audio) / corpus.sample_rate, 1) == 367.7

@@ -54,7 +54,7 @@ def test_choice_depends_only_on_names():
     assert all(np.array_equal(indices, chosen[part]) for part, indices in by_utterance(inside).items())
 
 
-def test_splits_of_the_layout_stay():
+def test_splits_of_a_published_layout_are_kept():
     corpus = corpus_of([f"{i}.wav" for i in range(30)], splits=["test"] * 5 + ["train"] * 5 + [""] * 20)
     chosen = by_utterance(corpus)
     assert chosen["test"].tolist() == list(range(5))
@@ -63,7 +63,7 @@ def test_splits_of_the_layout_stay():
     assert [by_utterance(whole)[part].tolist() for part in PARTS] == [[0], [1], [2]]
 
 
-def test_share_of_zero_holds_nothing_out():
+def test_a_share_of_zero_holds_nothing_out():
     assert [len(part) for part in by_utterance(corpus_of(["a", "b"]), 0, 0).values()] == [2, 0, 0]
 
 

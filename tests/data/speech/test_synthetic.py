@@ -25,7 +25,7 @@ def corpus(cache_dir) -> Corpus:
     return load_synthetic_corpus(cache_dir)
 
 
-def test_it_is_the_same_each_time_and_kept_in_the_cache(monkeypatch, tmp_path) -> None:
+def test_generated_data_are_reproducible_and_cached(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(synthetic, "NUM_UTTERANCES", {"train": 20, "val": 4, "test": 4})
     first, again = load_synthetic_corpus(tmp_path), generate()
     assert np.array_equal(again.audio, first.audio) and np.array_equal(again.offsets, first.offsets)
@@ -69,14 +69,14 @@ def test_each_utterance_is_long_enough_for_its_letters(corpus) -> None:
     assert (frames / needed).min() > 1.1
 
 
-def test_audio_is_neither_faint_nor_clipped(corpus) -> None:
+def test_audio_is_neither_too_quiet_nor_clipped(corpus) -> None:
     for i in range(0, len(corpus), 10):
         audio = corpus.utterance(i) / 32768
         assert 0.015 < np.sqrt(np.mean(audio**2)) < 0.15
         assert np.mean(np.abs(audio) > 0.98) < 0.01
 
 
-def test_resonances_are_where_the_formants_are() -> None:
+def test_resonances_lie_at_the_formants() -> None:
     """White noise through four of them: the spectrum follows the product of the resonances."""
     formants = np.array([700.0, 1200.0, 2500.0, 3500.0])
     source = np.random.default_rng(0).standard_normal(200_000, np.float32)

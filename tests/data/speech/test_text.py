@@ -24,7 +24,7 @@ from trainer.common.errors import UserError
         ("_ - '", ""),
     ],
 )
-def test_normal_form(text, normal):
+def test_urls_are_normalised(text, normal):
     assert normalise(text) == normal
 
 
@@ -40,7 +40,7 @@ def test_normalising_again_changes_nothing():
 
 
 @pytest.mark.parametrize("units", ["characters", "words"])
-def test_what_is_encoded_is_decoded(units):
+def test_decoding_inverts_encoding(units):
     transcripts = ["The cat, the hat.", "It's a CAT!", "a"]
     alphabet = Alphabet.from_transcripts(transcripts, units)
     for text in transcripts:
@@ -78,7 +78,7 @@ def test_alphabet_of_a_file(tmp_path):
         (b"\xff", "is not text in UTF-8"),
     ],
 )
-def test_bad_file_of_an_alphabet_is_named(tmp_path, content, says):
+def test_a_bad_alphabet_file_is_named(tmp_path, content, says):
     file = tmp_path / "alphabet.txt"
     file.write_bytes(content)
     with pytest.raises(UserError, match=says) as refused:
@@ -86,18 +86,18 @@ def test_bad_file_of_an_alphabet_is_named(tmp_path, content, says):
     assert f"--alphabet {file}" in str(refused.value)
 
 
-def test_missing_file_of_an_alphabet_is_named(tmp_path):
+def test_a_missing_alphabet_file_is_named(tmp_path):
     with pytest.raises(UserError, match="No such file"):
         Alphabet.from_file(tmp_path / "none.txt", "characters")
 
 
 @pytest.mark.parametrize(("units", "missing"), [("characters", "'d'"), ("words", "'bad'")])
-def test_symbol_outside_the_alphabet_is_named(units, missing):
+def test_a_symbol_outside_the_alphabet_is_named(units, missing):
     alphabet = Alphabet.from_transcripts(["a b ab"], units)
     with pytest.raises(UserError, match=f"{missing} in the transcript 'a bad b'"):
         alphabet.encode("a bad b")
 
 
 @pytest.mark.parametrize(("symbols", "frames"), [([], 0), ([3], 1), ([1, 2], 2), ([1, 1], 3), ([1, 1, 1, 2, 2], 8)])
-def test_shortest_frames(symbols, frames):
+def test_the_shortest_frames(symbols, frames):
     assert shortest_frames(np.array(symbols, np.int64)) == frames

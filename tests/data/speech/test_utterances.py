@@ -55,7 +55,7 @@ def keys(*index: int, epoch: int = 0) -> SampleKeys:
     return SampleKeys(np.array(index), epoch)
 
 
-def test_utterances_are_as_recorded(corpus, alphabet) -> None:
+def test_validation_utterances_are_not_augmented(corpus, alphabet) -> None:
     indices = np.array([7, 3, 59])
     dataset: KeyedDataset = Utterances(corpus, indices, alphabet)
     batch = dataset.__getitems__(keys(2, 0))
@@ -71,7 +71,7 @@ def test_utterances_are_as_recorded(corpus, alphabet) -> None:
     assert set(Utterances(corpus, indices, None).__getitems__(keys(0))) == {"audio", "num_samples", "recordings"}
 
 
-def test_a_string_is_recordings_of_one_speaker_with_gaps(corpus, alphabet) -> None:
+def test_a_digit_string_joins_recordings_of_one_speaker(corpus, alphabet) -> None:
     dataset = strings(corpus, alphabet, seed=1)
     index = np.arange(500)
     batch = dataset.__getitems__(SampleKeys(index, 0))
@@ -94,7 +94,7 @@ def test_a_string_is_recordings_of_one_speaker_with_gaps(corpus, alphabet) -> No
     assert np.mean(gaps / most) == pytest.approx(0.5, abs=0.02)
 
 
-def test_recordings_lie_one_after_another_at_their_levels_in_light_noise(corpus, alphabet) -> None:
+def test_a_string_joins_recordings_at_their_levels_in_light_noise(corpus, alphabet) -> None:
     """Recordings are constant here: where a string is above the noise one begins, and there its level is seen."""
     dataset = strings(corpus, alphabet)
     index = np.arange(200)
@@ -129,7 +129,7 @@ def test_strings_grow_over_the_first_epochs(corpus, alphabet) -> None:
     assert lengths[[3, 5]].tolist() == batch["num_samples"].tolist()
 
 
-def test_lengths_are_those_of_the_batches(corpus, alphabet) -> None:
+def test_lengths_match_the_batches(corpus, alphabet) -> None:
     for augment in (None, augmenter()):
         for dataset in (Utterances(corpus, np.arange(10, 40), alphabet, augment), strings(corpus, alphabet, augment)):
             for epoch in (0, 3):
@@ -162,7 +162,7 @@ def test_augmentation_reaches_the_batch(corpus, alphabet) -> None:
     assert batch["warp"].shape == (2,) and batch["freq_masks"].shape == batch["time_masks"].shape == (2, 2, 2)
 
 
-def test_recordings_of_a_string_are_played_at_speeds_of_their_own_in_training(corpus, alphabet) -> None:
+def test_recordings_of_a_string_have_different_speeds_in_training(corpus, alphabet) -> None:
     only = replace(Augmentation().times(0.0), word_speed_percent=10)
     dataset = strings(corpus, alphabet, Augmenter(only, num_mels=40, seed=7))
     batch, changed = dataset.__getitems__(SampleKeys(np.arange(60), 0)), []

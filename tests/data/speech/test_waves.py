@@ -49,7 +49,7 @@ def corpus() -> Corpus:
 
 @pytest.mark.parametrize("growing_epochs", [None, 0, 5], ids=["utterances", "strings", "growing strings"])
 @pytest.mark.parametrize("name", AUGMENTERS)
-def test_batches_on_a_device_are_those_of_the_host(corpus, name, growing_epochs) -> None:
+def test_batches_on_a_device_equal_batches_on_the_host(corpus, name, growing_epochs) -> None:
     alphabet = Alphabet.from_transcripts([" ".join(WORDS)], "characters")
     own = Utterances(corpus, np.arange(1, 20), alphabet, AUGMENTERS[name])
     if growing_epochs is not None:
@@ -70,7 +70,7 @@ def test_batches_on_a_device_are_those_of_the_host(corpus, name, growing_epochs)
         assert (found["audio"].numpy()[behind] == 0).all()
 
 
-def test_recordings_of_any_length_are_resampled_by_any_share() -> None:
+def test_recordings_of_any_length_are_resampled_by_any_ratio() -> None:
     lengths, percent = (
         part.ravel() for part in np.meshgrid([1, 7, 99, 100, 150, 1999], [10, 85, 99, 100, 101, 115, 190])
     )

@@ -28,7 +28,7 @@ def table(tmp_path):
         (["01/31/2024 6:00 AM", "12/01/2023 6:30 PM", "", "2/29/2024 12:00 AM"], ", month first"),
     ],
 )
-def test_dates_are_learned_from(texts, order, table):
+def test_dates_are_features(texts, order, table):
     found = labelled_table(table(texts * 5), "y")
     names = [f"when ({part}{order})" for part in ("days", "month", "weekday", "hour")]
     assert list(found.features.names) == names
@@ -52,7 +52,7 @@ def test_dates_are_learned_from(texts, order, table):
     assert encoding.encode(found.features).shape == (20, 4)
 
 
-def test_parts_that_do_not_vary_are_left_out(table):
+def test_constant_date_parts_are_dropped(table):
     found = labelled_table(table([f"2024-05-{day:02}" for day in range(6, 26)]), "y")
     assert found.features.names == ("when (days)", "when (weekday)")
 
@@ -65,13 +65,13 @@ def test_parts_that_do_not_vary_are_left_out(table):
         (["2024/5/31", "2024/5/31"], "all dates are equal"),
     ],
 )
-def test_the_reason_for_which_dates_are_left_out(texts, why, table):
+def test_the_reason_for_dropped_dates_is_reported(texts, why, table):
     with pytest.raises(UserError, match=rf"has no column to learn from \(when: {why}\); add columns"):
         labelled_table(table(texts * 10), "y")
 
 
 @pytest.mark.parametrize("form", ["{y}-{m}-{d}", "{y}/{m}/{d}", "{y}/{m:02}/{d:02} 00:00", "{y}-{m}-{d} 0:00"])
-def test_dates_with_the_year_first(form, table):
+def test_dates_may_have_the_year_first(form, table):
     days = [(2023, 12, 1), (2024, 2, 29), (2024, 10, 5)] * 10
     expected = labelled_table(table([f"{y}-{m:02}-{d:02}" for y, m, d in days]), "y")
     found = labelled_table(table([form.format(y=y, m=m, d=d) for y, m, d in days]), "y")
@@ -79,7 +79,7 @@ def test_dates_with_the_year_first(form, table):
         assert column.name == of_iso.name and np.array_equal(column.values, of_iso.values)
 
 
-def test_cells_among_dates_that_are_no_dates_are_counted(table):
+def test_cells_that_are_not_dates_are_counted(table):
     found = labelled_table(table([*(f"2024-05-{day:02}" for day in range(1, 31)), "20240531"]), "y")
     [report] = [report for report in found.reports if report.name == "when"]
     assert (
@@ -114,7 +114,7 @@ def test_new_dates_in_the_other_order_are_refused(table):
             use(new)
 
 
-def test_lines_that_are_no_rows_are_refused_or_left_out_and_counted(tmp_path):
+def test_malformed_lines_are_refused_or_skipped_and_counted(tmp_path):
     path = tmp_path / "t.csv"
     path.write_text("x,y\n1,a\n2,b,c\n3\n4,b\n" + "1,a\n4,b\n" * 9)
     with pytest.raises(UserError, match=r"line 3: has 3 fields, .* has 2: '2,b,c'; fix .*--on-bad drop"):

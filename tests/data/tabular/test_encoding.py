@@ -34,7 +34,7 @@ def test_numbers_categories_and_missing_values(read, encoding) -> None:
     )
 
 
-def test_a_new_table_has_its_columns_in_any_order_and_perhaps_others(read, encoding) -> None:
+def test_a_new_table_may_have_other_columns_in_any_order(read, encoding) -> None:
     table = read("other,t,n\nx,c,2\nz,b,1\n")
     assert_rows(encoding.encode(table), (standardised(2), 1), (standardised(1), 0))
     assert encoding.remarks(table) == ["Ignored columns, which training did not use: other."]
@@ -42,7 +42,7 @@ def test_a_new_table_has_its_columns_in_any_order_and_perhaps_others(read, encod
         encoding.encode(read("t\nc\n"))
 
 
-def test_unknown_values_count_as_missing_and_are_reported(read, encoding) -> None:
+def test_unknown_values_are_missing_and_reported(read, encoding) -> None:
     table = read("n,t\n1,new\nmany,b\n,c\n")
     assert_rows(encoding.encode(table), (standardised(1), np.nan), (np.nan, 0), (np.nan, 1))
     assert encoding.remarks(table) == [
@@ -54,7 +54,7 @@ def test_unknown_values_count_as_missing_and_are_reported(read, encoding) -> Non
     assert remark == "n: 1 of 1 values, such as '1e300', count as missing, because they exceed 1e+100."
 
 
-def test_only_the_rows_that_are_learned_from_count(read) -> None:
+def test_only_training_rows_count(read) -> None:
     table = labelled_table(read("n,t,y\n1,b,no\n3,b,yes\n100,z,no\n5,a,yes\n"), "y")
     rows = np.array([0, 1, 3])
     encoding = Encoding.fit(table.features.take(rows), table.labels)
@@ -62,7 +62,7 @@ def test_only_the_rows_that_are_learned_from_count(read) -> None:
     assert np.isnan(encoding.encode(table.features)[2, 1])
 
 
-def test_categories_that_look_like_numbers_and_arrays_of_them(read, read_arrays) -> None:
+def test_numeric_looking_categories_and_arrays(read, read_arrays) -> None:
     table = labelled_table(read("x,y\n1,a\n2,b\n3,a\nother,b\n"), "y")
     encoding = Encoding.fit(table.features, table.labels)
     assert encoding.columns[0].categories == ("1", "2", "3", "other")
@@ -71,7 +71,7 @@ def test_categories_that_look_like_numbers_and_arrays_of_them(read, read_arrays)
     np.testing.assert_array_equal(encoding.encode(arrays), [[1], [2], [np.nan]])
 
 
-def test_small_differences_of_large_numbers_are_kept(read) -> None:
+def test_small_differences_between_large_numbers_are_kept(read) -> None:
     numbers = 1.7e9 + np.arange(0, 64, 2)
     content = "time,y\n" + "".join(f"{number:.0f},{'ab'[i % 2]}\n" for i, number in enumerate(numbers))
     table = labelled_table(read(content), "y")
@@ -106,7 +106,7 @@ def test_the_encoding_survives_json(read, encoding) -> None:
     assert Encoding.from_dict(earlier) == encoding
 
 
-def test_a_column_that_is_empty_in_the_rows_learned_from(read) -> None:
+def test_a_column_that_is_empty_in_training_rows(read) -> None:
     table = labelled_table(read("n,t,y\n,,a\n,,b\n1,x,a\n2,z,b\n"), "y")
     encoding = Encoding.fit(table.features.take(np.array([0, 1])), table.labels)
     assert Encoding.from_dict(asdict(encoding)) == encoding

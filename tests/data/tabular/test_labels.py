@@ -35,12 +35,12 @@ def labels(read):
         (["0", "1", "other"] * 30 + ["0"] * 900, ("0", "1", "other")),
     ],
 )
-def test_spellings_of_classes(labels, texts, classes) -> None:
+def test_spellings_of_classes_are_merged(labels, texts, classes) -> None:
     found = labels(*texts)
     assert found.classes == classes and (found.values >= 0).all()
 
 
-def test_a_mark_among_numbers_is_no_class(labels) -> None:
+def test_a_missing_value_mark_among_numbers_is_not_a_class(labels) -> None:
     found = labels("0", "1", "-", "1", "0", "None")
     assert found.classes == ("0", "1") and found.values.tolist() == [0, 1, -1, 1, 0, -1]
 
@@ -68,7 +68,7 @@ def test_a_quantity_in_an_array_is_refused(read_arrays) -> None:
     assert class_labels(read_arrays(X=np.zeros((6, 1)), y=np.array([0.0, 1, np.nan] * 2)), "y").classes == ("0", "1")
 
 
-def test_whole_numbers_that_occur_often_are_classes_with_a_doubt(labels) -> None:
+def test_frequent_whole_numbers_are_classes_with_a_warning(labels) -> None:
     assert not labels(*[i % 20 for i in range(200)]).may_be_quantity
     assert labels(*[i % 29 for i in range(200)]).may_be_quantity
     assert not labels(*[f"c{i % 29}" for i in range(200)]).may_be_quantity
@@ -76,12 +76,12 @@ def test_whole_numbers_that_occur_often_are_classes_with_a_doubt(labels) -> None
 
 
 @pytest.mark.parametrize("column", ["age", "fare"])
-def test_quantities_of_a_real_table(column) -> None:
+def test_quantities_of_a_real_table_are_recognised(column) -> None:
     with pytest.raises(UserError, match=f"--label {column}: has .* different numbers"):
         class_labels(read_table(real("titanic.csv")), column)
 
 
-def test_rings_of_a_real_table_are_classes_with_a_doubt() -> None:
+def test_integer_labels_of_a_real_table_are_classes_with_a_warning() -> None:
     found = class_labels(read_table(real("abalone.csv")), "rings")
     assert found.may_be_quantity and len(found.classes) == 28 and np.bincount(found.values).sum() == 4177
 
@@ -97,7 +97,7 @@ LABELS = np.random.default_rng(0).choice(5, size=997, p=[0.5, 0.3, 0.15, 0.04, 0
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.2, 0.5, 0.9, 0.99])
-def test_every_class_is_held_out_by_its_share(share) -> None:
+def test_every_class_is_held_out_in_proportion(share) -> None:
     kept, held = stratified_hold_out(LABELS, share, seed=0)
     assert sorted([*kept, *held]) == list(range(len(LABELS)))
     for c in range(5):
@@ -107,19 +107,19 @@ def test_every_class_is_held_out_by_its_share(share) -> None:
     assert abs(len(held) - share * len(LABELS)) <= 3
 
 
-def test_rounding_adds_up() -> None:
+def test_rounding_errors_accumulate_as_bounded() -> None:
     labels = np.repeat(np.arange(7), 15)
     assert len(stratified_hold_out(labels, 0.1, seed=0)[1]) == 10  # 7 times 1.5
 
 
-def test_small_classes() -> None:
+def test_small_classes_are_split() -> None:
     kept, held = stratified_hold_out(np.array([0, 1, 1, 3, 3, 3]), 0.01, seed=0)
     assert 0 in kept and set(np.array([0, 1, 1, 3, 3, 3])[held]) == {1, 3}
     kept, held = stratified_hold_out(np.array([0, 1, 1, 3, 3, 3]), 0.99, seed=0)
     assert set(np.array([0, 1, 1, 3, 3, 3])[kept]) == {0, 1, 3}
 
 
-def test_seeds_and_streams_choose_different_rows_and_each_the_same_again() -> None:
+def test_seeds_and_streams_choose_different_reproducible_rows() -> None:
     chosen = [stratified_hold_out(LABELS, 0.2, seed, stream)[1].tolist() for seed, stream in [(0, 0), (1, 0), (0, 1)]]
     assert len({tuple(rows) for rows in chosen}) == 3
     assert stratified_hold_out(LABELS, 0.2, seed=0)[1].tolist() == chosen[0]

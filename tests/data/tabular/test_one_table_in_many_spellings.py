@@ -160,7 +160,7 @@ def test_every_spelling_says_the_same(name, tmp_path) -> None:
     np.testing.assert_array_equal(new, features[list(NEW)])
 
 
-def test_new_rows_may_be_written_in_other_signs_than_those_of_training(tmp_path) -> None:
+def test_new_rows_may_use_other_separators(tmp_path) -> None:
     """But in the same unit, and with the same words."""
     alike = {
         name: file

@@ -27,7 +27,7 @@ def test_batches_are_well_formed():
     assert all(batch[name].dtype == np.int64 for name in ("labels", "targets", "num_context", "num_features"))
 
 
-def test_table_depends_on_seed_and_index_alone():
+def test_a_table_depends_only_on_seed_and_index():
     tables = OtherTables(0, 16)
     whole, some = take(tables, np.arange(16)), take(tables, [11, 2])
     for name in ("labels", "targets", "num_features", "num_classes"):

@@ -14,7 +14,7 @@ def episodes(features, labels, max_classes=10, num_context=20):
     return Episodes(features, labels, 50, num_context=num_context, num_queries=8, max_classes=max_classes, seed=3)
 
 
-def test_an_episode_is_made_of_rows_with_columns_and_classes_in_another_order():
+def test_an_episode_permutes_columns_and_classes():
     features, labels = table()
     batch = episodes(features, labels).__getitems__(SampleKeys(np.arange(6), epoch=2))
     assert batch["context"].shape == (6, 20, 5) and batch["queries"].shape == (6, 8, 5)
@@ -42,7 +42,7 @@ def test_an_episode_is_a_function_of_its_key():
     assert not np.array_equal(alone["context"], other["context"])
 
 
-def test_what_the_context_does_not_hold_is_not_asked_for():
+def test_queries_have_only_classes_of_the_context():
     features, labels = table(num_classes=9)
     batch = episodes(features, labels, num_context=6).__getitems__(SampleKeys(np.arange(20), epoch=0))
     for told, targets in zip(batch["labels"], batch["targets"], strict=True):
@@ -50,7 +50,7 @@ def test_what_the_context_does_not_hold_is_not_asked_for():
     assert (batch["targets"] == -1).any() and (batch["targets"] >= 0).any()
 
 
-def test_more_classes_than_the_model_has_are_put_together():
+def test_more_classes_than_the_model_has_are_merged():
     features, labels = table(num_rows=60, num_classes=12)
     batch = episodes(features, labels, max_classes=5).__getitems__(SampleKeys(np.arange(8), epoch=0))
     assert batch["labels"].max() == 4 and (batch["num_classes"] == 5).all()

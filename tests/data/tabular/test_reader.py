@@ -38,7 +38,7 @@ def assert_is_the_table(table: Table) -> None:
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", ", ", " ; "])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_separators_and_line_ends(read, delimiter, end) -> None:
+def test_separators_and_line_endings(read, delimiter, end) -> None:
     assert_is_the_table(read(PLAIN.replace(",", delimiter).replace("\n", end)))
 
 
@@ -60,7 +60,7 @@ def test_gzip(read) -> None:
     assert_is_the_table(read(gzip.compress(PLAIN.encode()), "t.csv.gz"))
 
 
-def test_values_with_separators_quotes_and_line_ends_in_them(read) -> None:
+def test_cells_may_contain_separators_quotes_and_line_breaks(read) -> None:
     table = read('x,y\n"a,b",1\n"say ""no""",2\n"two\nlines",3\n')
     assert values(table, "x") == ["a,b", 'say "no"', "two\nlines"]
 
@@ -76,11 +76,11 @@ def test_a_decimal_comma_beside_semicolons(read) -> None:
     assert values(read("x\ty\n1,5\ta\n2,5\tb\n"), "x") == [1.5, 2.5]
 
 
-def test_columns_without_a_name_are_called_by_their_places(read) -> None:
+def test_unnamed_columns_are_called_by_position(read) -> None:
     assert read(",x,\n0,1,2\n").names == ("unnamed 1", "x", "unnamed 3")
 
 
-def test_rows_across_blocks(read, monkeypatch) -> None:
+def test_rows_may_cross_blocks(read, monkeypatch) -> None:
     monkeypatch.setattr(module, "_ROWS_AT_ONCE", 2)
     assert_is_the_table(read(PLAIN))
     with pytest.raises(UserError, match="line 5: has 2 fields"):
@@ -90,7 +90,7 @@ def test_rows_across_blocks(read, monkeypatch) -> None:
 # What a column is taken for
 
 
-def test_a_column_is_numbers_where_95_percent_of_what_is_there_are(read) -> None:
+def test_a_column_with_95_percent_numbers_is_numeric(read) -> None:
     def column(num_numbers: int) -> list:
         return values(read("x,y\n" + "1.5,a\n" * num_numbers + "no,b\n" + ",b\n" * 7), "x")
 
@@ -99,17 +99,17 @@ def test_a_column_is_numbers_where_95_percent_of_what_is_there_are(read) -> None
 
 
 @pytest.mark.parametrize("text", ["1", "-1.", "+.5", "1e-3", "1E5", "007"])
-def test_numbers(read, text) -> None:
+def test_numbers_are_parsed(read, text) -> None:
     assert values(read(f"x,y\n{text},a\n"), "x") == [float(text)]
 
 
 @pytest.mark.parametrize("text", ["1_000", "0x1f", "1e", "True", "1 00", "infinite", "1" * 65])
-def test_what_python_or_a_person_may_take_for_a_number_and_is_none(read, text) -> None:
+def test_text_that_resembles_numbers_is_not_parsed(read, text) -> None:
     assert values(read(f"x,y\n{text},a\n"), "x") == [text]
 
 
 @pytest.mark.parametrize("text", ["inf", "-Infinity", "1e999", "2e100"])
-def test_infinite_numbers_count_as_missing(read, text) -> None:
+def test_infinite_numbers_are_missing_values(read, text) -> None:
     column = read(f"x,y\n1.5,a\n{text},b\n{text},c\n").column("x").typed()
     assert column.texts is None
     np.testing.assert_array_equal(column.values, [1.5, np.nan, np.nan])
@@ -147,13 +147,13 @@ def test_arrays_of_numbers(read_arrays) -> None:
     assert table.column("y").distinct_texts == ["1", "3"]
 
 
-def test_arrays_of_texts_and_names(read_arrays) -> None:
+def test_arrays_of_strings_and_names(read_arrays) -> None:
     table = read_arrays(X=np.array([["1", "p"], ["2", ""]]), names=np.array(["n", "t"]))
     assert table.names == ("n", "t")
     assert values(table, "n") == [1, 2] and values(table, "t") == ["p", None]
 
 
-def test_arrays_in_memory_of_any_values() -> None:
+def test_arrays_in_memory_may_have_any_values() -> None:
     times = np.array(["2024-05-31T12:30", "NaT", "2024-06-01"], "datetime64[ns]")
     columns = {
         "mixed": np.array([1, "2", None], dtype=object),
@@ -184,7 +184,7 @@ def test_arrays_in_memory_of_any_values() -> None:
         ({"X": np.array([[object()]])}, "contains Python objects; no code in the file was run"),
     ],
 )
-def test_arrays_that_are_no_table(read_arrays, arrays, message) -> None:
+def test_arrays_that_are_not_tables(read_arrays, arrays, message) -> None:
     with pytest.raises(UserError, match="^--data-dir .*t.npz: .*" + message) as caught:
         read_arrays(**arrays)
     assert "\n" not in str(caught.value)
@@ -239,7 +239,7 @@ def test_a_file_that_cannot_be_read_is_named_with_line_and_reason(read, content,
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_paths_that_cannot_be_read(tmp_path) -> None:
+def test_unreadable_paths(tmp_path) -> None:
     with pytest.raises(UserError, match=r"^--predict .*none.csv: no such file or folder; give a CSV"):
         read_table(tmp_path / "none.csv", "--predict")
     (tmp_path / "inside").mkdir()
@@ -248,7 +248,7 @@ def test_paths_that_cannot_be_read(tmp_path) -> None:
         read_table(tmp_path)
 
 
-def test_damaged_gzip_and_files_of_another_kind(read) -> None:
+def test_damaged_gzip_files_and_files_of_other_types(read) -> None:
     packed = gzip.compress(("a,b\n" + "".join(f"{i},{i * i}\n" for i in range(5000))).encode())
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:

@@ -62,7 +62,7 @@ def test_ties_of_different_kinds_by_hand() -> None:
         assert auc(labels, np.stack([1 - np.array(probability), probability], axis=1)) == expected
 
 
-def test_classes_without_rows_do_not_count_for_the_area() -> None:
+def test_the_auc_ignores_classes_without_rows() -> None:
     labels, probabilities = CASES[2]
     wider = np.pad(probabilities, ((0, 0), (0, 2)))
     assert auc(labels, wider) == auc(labels, probabilities)
@@ -71,7 +71,7 @@ def test_classes_without_rows_do_not_count_for_the_area() -> None:
         assert math.isnan(auc(np.zeros(3, int), np.full((3, 3), 1 / 3)))
 
 
-def test_extremes() -> None:
+def test_extreme_inputs() -> None:
     labels = np.array([0, 1, 2])
     best, worst = np.eye(3), np.eye(3)[[1, 2, 0]]
     assert scores(labels, best) == {"accuracy": 1, "auc": 1, "log_loss": 0, "brier": 0, "ece": 0}

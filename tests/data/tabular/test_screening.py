@@ -28,7 +28,7 @@ def noted(table: LabelledTable) -> dict[str, str]:
     return {report.name: f"{report.kind}: {report.note}" for report in table.reports if report.note}
 
 
-def test_a_plain_table_is_shown_without_notes(screen) -> None:
+def test_an_ordinary_table_is_shown_without_notes(screen) -> None:
     table = screen(town=["Rome", "Oslo"] * 20)
     assert table.features.names == ("useful", "town") and table.warnings == ()
     assert [report.cells for report in table.reports] == [
@@ -40,7 +40,7 @@ def test_a_plain_table_is_shown_without_notes(screen) -> None:
     assert table.labels.values.tolist() == [int(label == "yes") for label in LABELS]
 
 
-def test_a_column_left_out_is_noted_with_its_flag(screen) -> None:
+def test_a_dropped_column_is_reported_with_its_flag(screen) -> None:
     assert noted(screen(other=range(NUM_ROWS), drop=["other"], flag="--id"))["other"] == "left out: --id"
 
 
@@ -57,7 +57,7 @@ def test_a_column_left_out_is_noted_with_its_flag(screen) -> None:
         ([100 + i * 3 % NUM_ROWS for i in range(NUM_ROWS)], "identifies rows"),
     ],
 )
-def test_columns_are_left_out_with_a_reason(screen, values, reason) -> None:
+def test_columns_are_dropped_with_a_reason(screen, values, reason) -> None:
     table = screen(other=values)
     assert table.features.names == ("useful",)
     assert list(noted(table)) == ["other"] and noted(table)["other"].startswith(f"left out: {reason}")
@@ -75,20 +75,20 @@ def test_columns_are_left_out_with_a_reason(screen, values, reason) -> None:
     ],
     ids=["constant but missing once", "even numbers", "halves", "a number twice", "texts twice", "dates as numbers"],
 )
-def test_columns_that_look_alike_and_are_kept(screen, values) -> None:
+def test_similar_columns_are_kept(screen, values) -> None:
     table = screen(other=values)
     assert table.features.names == ("useful", "other") and noted(table) == {}
 
 
 @pytest.mark.parametrize("name", ["id", "customer_id", "PassengerId", "user ID", "UUID"])
-def test_whole_numbers_with_gaps_are_an_id_by_name(screen, name) -> None:
+def test_whole_numbers_with_gaps_are_an_id_if_named_so(screen, name) -> None:
     numbers = [i * i for i in range(NUM_ROWS)]
     assert screen(**{name: numbers}).features.names == ("useful",)
     assert screen(paid=numbers).features.names == ("useful", "paid")
     assert screen(**{name: [number + 0.5 for number in numbers]}).features.names == ("useful", name)
 
 
-def test_ids_are_told_from_all_rows_and_constants_from_those_with_a_label(screen) -> None:
+def test_id_columns_use_all_rows_and_constants_only_labelled_rows(screen) -> None:
     labels = ["", *LABELS[1:]]
     table = screen(id=range(NUM_ROWS), other=[1] + [0] * (NUM_ROWS - 1), y=labels)
     assert table.features.names == ("useful",) and list(noted(table)) == ["y", "id", "other"]
@@ -105,14 +105,14 @@ def test_a_copy_of_the_label_is_kept_with_a_warning(screen) -> None:
     assert screen(**copies, drop=list(copies)).warnings == ()
 
 
-def test_a_column_that_nearly_tells_the_label_is_no_copy(screen) -> None:
+def test_a_column_that_nearly_determines_the_label_is_not_a_copy(screen) -> None:
     copy = ["alive" if label == "yes" else "dead" for label in LABELS]
     assert screen(other=[*copy[:-1], "alive" if copy[-1] == "dead" else "dead"]).warnings == ()
     assert screen(other=["alive too", *copy[1:]]).warnings == ()
     assert len(screen(other=["", *copy[1:]]).warnings) == 1
 
 
-def test_texts_in_a_column_of_numbers_are_counted(screen) -> None:
+def test_strings_in_a_column_of_numbers_are_counted(screen) -> None:
     table = screen(other=["many", *range(5, NUM_ROWS + 4)])
     assert noted(table) == {"other": "number: 'many' counts as missing"} and table.reports[1].num_missing == 1
     table = screen(other=["many", "few", *range(5, NUM_ROWS + 3)])
@@ -120,25 +120,25 @@ def test_texts_in_a_column_of_numbers_are_counted(screen) -> None:
     assert table.features.column("other").is_missing.sum() == table.reports[1].num_missing == 2
 
 
-def test_rows_without_a_label_are_left_out_and_counted(screen) -> None:
+def test_rows_without_a_label_are_dropped_and_counted(screen) -> None:
     table = screen(y=["?", "", *LABELS[2:]])
     assert table.features.num_rows == len(table.labels.values) == NUM_ROWS - 2
     assert table.features.column("useful").values.tolist() == USEFUL[2:]
     assert noted(table) == {"y": "label: rows without a label are left out"} and table.reports[0].num_missing == 2
 
 
-def test_a_class_with_one_row_is_noted(screen) -> None:
+def test_a_class_with_one_row_is_reported(screen) -> None:
     table = screen(y=["maybe", *LABELS[1:]])
     assert noted(table) == {"y": "label: classes with a single row, which is never held out: maybe"}
 
 
-def test_classes_are_in_order_of_numbers_or_texts(screen) -> None:
+def test_classes_are_sorted_as_numbers_or_text(screen) -> None:
     numbers = [("10", "9", "-1.5", "1e1")[i % 4] for i in range(NUM_ROWS)]
     assert screen(y=numbers).labels.classes == ("-1.5", "9", "10", "1e1")
     assert screen(y=["x", *numbers[1:]]).labels.classes == ("-1.5", "10", "1e1", "9", "x")
 
 
-def test_the_label_of_arrays(read_arrays) -> None:
+def test_labels_given_as_arrays(read_arrays) -> None:
     table = labelled_table(read_arrays(X=np.arange(40.0).reshape(20, 2) ** 2, y=np.arange(20) % 2 == 0), "y")
     assert table.labels.classes == ("False", "True") and table.labels.values[:3].tolist() == [1, 0, 1]
 
@@ -163,7 +163,7 @@ def test_the_label_of_arrays(read_arrays) -> None:
         ({"y": [f"row {i}" for i in range(NUM_ROWS)]}, r"--label y: has 40 different values in 40 rows, too many for"),
     ],
 )
-def test_tables_that_cannot_be_used_are_refused_in_one_sentence(screen, settings, message) -> None:
+def test_unusable_tables_are_refused_in_one_sentence(screen, settings, message) -> None:
     with pytest.raises(UserError, match=r"^--data-dir .*t.csv: " + message) as caught:
         screen(**settings)
     assert "\n" not in str(caught.value)
@@ -186,7 +186,7 @@ def test_how_a_column_was_read_is_noted(screen, values, kind, note) -> None:
     assert report.kind == kind and report.note.startswith(note or "") and bool(report.note) == bool(note)
 
 
-def test_suspicious_classes_are_noted(screen) -> None:
+def test_suspicious_classes_are_reported(screen) -> None:
     assert noted(screen(y=["yes", "Yes", "NO", "no"] * 10)) == {}
     assert noted(screen(y=["good", "Good"] * 20)) == {"y": "label: 'Good' and 'good' are different categories"}
     rings = screen(useful=[i % 11 for i in range(210)], y=[i % 21 for i in range(210)])

@@ -45,11 +45,11 @@ def doubt(*texts: str, counts=None) -> str:
         (["\u22125", "7"], [-5, 7]),
     ],
 )
-def test_every_spelling_that_a_cell_proves(texts, numbers) -> None:
+def test_every_number_format_that_a_cell_proves(texts, numbers) -> None:
     assert read_as(*texts) == pytest.approx(numbers, rel=1e-15)
 
 
-def test_between_semicolons_a_comma_is_decimal_unless_cells_show_thousands() -> None:
+def test_a_comma_between_semicolons_is_decimal_unless_it_groups_thousands() -> None:
     assert read_as("1,234", "12,500", likely=Likely(",")) == [1.234, 12.5]
     assert read_as("1,234", "1,234,567", likely=Likely(",")) == [1234, 1234567]
     assert read_as("1.234", "12.5", likely=Likely(",")) == [1.234, 12.5]
@@ -92,11 +92,11 @@ def test_ambiguous_numbers_are_read_like_other_columns(read) -> None:
         (["48.1,11.5", "49.2,12.0"], ""),
     ],
 )
-def test_categories_have_a_reason_why_they_are_not_numbers(texts, reason) -> None:
+def test_categorical_columns_have_a_reason(texts, reason) -> None:
     assert read_as(*texts) is None and doubt(*texts) == reason
 
 
-def test_a_cell_in_another_spelling_among_many_is_no_number() -> None:
+def test_a_rare_spelling_of_a_number_is_not_parsed() -> None:
     np.testing.assert_array_equal(read_as("2.5", "3.5", "12,5", counts=[500, 500, 3]), [2.5, 3.5, np.nan])
     assert read_as("1,234", "12,34", "1,234,567", counts=[1000, 1, 30]) == [
         1234,
@@ -106,12 +106,12 @@ def test_a_cell_in_another_spelling_among_many_is_no_number() -> None:
 
 
 @pytest.mark.parametrize("mark", MARKS)
-def test_marks_of_missing_values_among_numbers_however_many(read, mark) -> None:
+def test_any_number_of_missing_value_marks_among_numbers(read, mark) -> None:
     column = read("x,y\n1.5,a\n2.5,b\n" + f"{mark},a\n" * 98).column("x").typed()
     assert column.texts is None and column.is_missing.sum() == 98
 
 
-def test_one_unknown_word_among_many_numbers_marks_missing_values() -> None:
+def test_one_unknown_word_among_numbers_marks_missing_values() -> None:
     numbers = [str(i) for i in range(11)]
     counts = [1] * 11 + [9]
     assert np.isnan(read_as(*numbers, "withheld", counts=counts)[-1])
@@ -120,17 +120,17 @@ def test_one_unknown_word_among_many_numbers_marks_missing_values() -> None:
     assert read_as(*numbers, "10 or more", counts=counts) is None
 
 
-def test_marks_are_categories_among_texts(read) -> None:
+def test_marks_among_texts_are_categories(read) -> None:
     assert read("x,y\n+,a\n-,b\nNone,c\n").column("x").typed().texts == ("+", "-", "None")
 
 
-def test_a_long_text_is_no_number_and_takes_no_time() -> None:
+def test_a_long_text_is_not_a_number_and_is_parsed_fast() -> None:
     digits = "1" * 100_000
     for text in (digits, f"{digits}x", f"1.{digits}x", f"{',' * 100_000}1", f"{'1,234' * 20_000}x"):
         assert read_as(text, "1") is None and np.isnan(PLAIN.number(text))
 
 
-def test_new_rows_are_read_as_those_of_training_unless_they_show_otherwise(read) -> None:
+def test_new_rows_are_read_like_training_rows_by_default(read) -> None:
     def encoded(content: str) -> list[float]:
         code = encoding.columns[0]
         return [round(value * code.std + code.mean, 3) for value in encoding.encode(read(content))[:, 0].tolist()]
@@ -166,11 +166,11 @@ def test_new_rows_need_the_unit_of_training(read) -> None:
         (["007", "7", "x", "x"], {"007", "7", "x"}),
     ],
 )
-def test_spellings_of_one_category(read, texts, kept) -> None:
+def test_spellings_of_one_category_are_merged(read, texts, kept) -> None:
     assert set(read("x,y\n" + "".join(f"{text},a\n" for text in texts)).column("x").typed().texts) == kept
 
 
-def test_new_rows_may_spell_categories_otherwise(read) -> None:
+def test_new_rows_may_spell_categories_differently(read) -> None:
     table = labelled_table(read("x,z,y\nyes,1,a\nno,2,b\nno,other,a\nyes,1,b\n"), "y")
     encoding = Encoding.fit(table.features, table.labels)
     assert encoding.encode(read("x,z\nYES,1.0\nNo,other\n")).tolist() == [[1, 0], [0, 2]]

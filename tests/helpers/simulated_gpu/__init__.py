@@ -1,7 +1,7 @@
 """Tests of GPU code on a machine without a GPU.
 
     @on_simulated_gpus(2)
-    def test_learns_on_the_second_gpu(tmp_path):
+    def test_trains_on_the_second_gpu(tmp_path):
         assert main(["--task", "har", "--device", "cuda:1", ...], several_devices=False) == 0
 
 The body of such a test runs in its own process, which has the GPUs `cuda:0`, `cuda:1`, .... CPU kernels compute on

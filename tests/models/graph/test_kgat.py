@@ -202,7 +202,7 @@ def test_laplacians_equal_counting_and_propagate_until_the_first_refresh(kind):
     assert_equal_gradients(model, cf_loss(model(users, items)), slow_cf_loss(model, everything, users, items))
 
 
-def test_the_symmetric_laplacian_of_the_public_code_is_zero_where_tails_are_no_heads():
+def test_the_public_codes_symmetric_laplacian_is_zero_for_pure_tails():
     model = make_model(laplacian="reference")
     of_interactions = [relation < 2 for _, _, relation in EDGES]
     assert (model.attention[of_interactions] == 0).all()
@@ -217,7 +217,7 @@ def test_kg_loss_and_gradients_equal_a_loop_over_triples():
 
 
 @pytest.mark.parametrize("relation", [[5, 0, 5, 3, 0, 0], [7]])
-def test_the_grouped_projection_equals_the_gathered_one_of_a_gpu(relation):
+def test_the_grouped_projection_equals_the_gathered_projection_of_a_gpu(relation):
     """Where most relations do not occur."""
     model = make_model()
     relation = torch.tensor(relation)
@@ -253,7 +253,7 @@ def test_softmax_forms_differ_where_edges_are_parallel_and_nowhere_else():
     assert differs == heads_with_parallel and 0 < len(differs) < NUM_NODES
 
 
-def test_represent_uses_the_current_attention_and_training_that_of_the_last_refresh():
+def test_represent_uses_current_attention_and_training_the_last_refresh():
     model = make_model()
     model.refresh()
     users, items = batch_of_users()
@@ -269,7 +269,7 @@ def test_represent_uses_the_current_attention_and_training_that_of_the_last_refr
     torch.testing.assert_close(model(users, items).items, all_items[items], **EXACT)
 
 
-def test_a_loaded_model_propagates_by_the_attention_that_was_saved():
+def test_a_loaded_model_uses_the_saved_attention():
     model, other = make_model(), make_model(laplacian="symmetric")
     model.refresh()
     expected = model(*batch_of_users()).users
@@ -299,7 +299,7 @@ def test_dropout_is_the_same_however_a_batch_is_split(settings):
 
 
 @pytest.mark.parametrize("aggregation", ["bi-interaction", "gcn", "graphsage"])
-def test_message_dropout_applies_to_what_the_next_layer_gets_and_to_what_is_normalised(aggregation):
+def test_message_dropout_applies_to_layer_inputs_and_normalised_outputs(aggregation):
     model = make_model(message_dropout=0.3, aggregation=aggregation).train()
     users, items = batch_of_users()
     torch.manual_seed(3)
@@ -332,7 +332,7 @@ def test_gradients_with_node_dropout_equal_finite_differences():
     assert (ahead - behind) / (2 * step) == pytest.approx(slope.item(), rel=1e-6)
 
 
-def test_the_initial_scale_is_that_of_one_table_of_all_nodes():
+def test_the_initial_scale_is_that_of_a_single_table():
     model = KGAT(make_graph(), NUM_USERS, NUM_ITEMS, WIDTH, RELATION_WIDTH, LAYER_DIMS)
     bound = math.sqrt(6 / (NUM_NODES + WIDTH))
     largest = [table.weight.abs().max().item() for table in (model.users, model.items, model.entities)]
@@ -352,7 +352,7 @@ def test_autocast_changes_nothing():
         torch.testing.assert_close(everything(), expected, rtol=0, atol=0)
 
 
-def test_every_triple_of_relations_is_covered():
+def test_every_relation_has_triples_in_training():
     """The small graph has what the tests above are about."""
     pairs = [edge[:2] for edge in EDGES]
     assert max(pairs.count(pair) for pair in pairs) >= 3

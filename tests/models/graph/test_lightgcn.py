@@ -43,7 +43,7 @@ def test_lightgcn_and_its_gradients_equal_dense_matrices(layers):
 
 @pytest.mark.parametrize("built_in", [torch.float32, torch.float64])
 @pytest.mark.parametrize("moved_to", [torch.float32, torch.float64])
-def test_constants_have_the_precision_that_the_model_is_moved_to(built_in, moved_to):
+def test_constants_follow_the_dtype_of_the_model(built_in, moved_to):
     torch.set_default_dtype(built_in)
     model = KnowledgeLightGCN(USERS, ITEMS, TRIPLES, NUM_ENTITIES, NUM_USERS, NUM_ITEMS, WIDTH).to(moved_to)
     degree = torch.tensor([2, 1, 3, 0, 1, 1, 3, 0, 2, 0, 0, 1])  # of the users, then of the items
@@ -60,14 +60,14 @@ def test_constants_have_the_precision_that_the_model_is_moved_to(built_in, moved
 @pytest.mark.parametrize(
     "model", [LightGCN(USERS, ITEMS, NUM_USERS, NUM_ITEMS, WIDTH), BPRMF(NUM_USERS, NUM_ITEMS, WIDTH)]
 )
-def test_the_embeddings_themselves_are_penalised(model):
+def test_the_penalty_applies_to_the_embeddings(model):
     users, items = BATCH
     found = model(users, items)
     torch.testing.assert_close(found.penalised_users, model.users.weight[users])
     torch.testing.assert_close(found.penalised_items, model.items.weight[items])
 
 
-def test_bprmf_is_its_embeddings():
+def test_bprmf_scores_are_products_of_embeddings():
     model = BPRMF(NUM_USERS, NUM_ITEMS, WIDTH)
     users, items = BATCH
     found = model(users, items)
@@ -90,7 +90,7 @@ def slow_knowledge(model):
     return torch.stack([table[own].mean(0) if own else torch.zeros(WIDTH) for own in neighbours[:NUM_ITEMS]])
 
 
-def test_items_bring_the_mean_of_their_neighbours():
+def test_items_carry_the_mean_of_their_neighbours():
     model = KnowledgeLightGCN(USERS, ITEMS, TRIPLES, NUM_ENTITIES, NUM_USERS, NUM_ITEMS, WIDTH)
     plain = LightGCN(USERS, ITEMS, NUM_USERS, NUM_ITEMS, WIDTH)
     means = slow_knowledge(model)

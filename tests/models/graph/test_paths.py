@@ -28,7 +28,7 @@ def all_paths(head, tail, source, target):
 
 
 @pytest.mark.parametrize("source", [0, 4])
-def test_no_path_gets_more_attention(graph, source):
+def test_the_explained_path_has_the_most_attention(graph, source):
     head, tail, attention = graph
     targets = np.array([node for node in range(NUM_NODES) if node != source])
     found = PathFinder(head, tail, attention, NUM_NODES).best(source, targets)
@@ -38,11 +38,11 @@ def test_no_path_gets_more_attention(graph, source):
     assert any(len(path) == MOST_HOPS for path in found)
 
 
-def test_of_equal_ones_the_shortest_is_taken():
+def test_of_equal_candidates_the_shortest_is_chosen():
     head, tail = np.array([0, 0, 1]), np.array([1, 2, 2])
     assert PathFinder(head, tail, np.array([1.0, 0.5, 0.5]), 3).best(0, np.array([2])) == [[1]]
 
 
-def test_there_may_be_none():
+def test_a_pair_may_have_no_path():
     found = PathFinder(np.array([0, 1]), np.array([1, 0]), np.array([1.0, 1.0]), 4).best(0, np.array([2, 3]))
     assert found == [[], []]

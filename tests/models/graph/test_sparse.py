@@ -24,7 +24,7 @@ def make(dtype, num_entries=NUM_ENTRIES):
 @pytest.mark.parametrize("rows", [None, [2], [6, 0, 3, 3], []])
 @pytest.mark.parametrize("kernel", [sparse.multiply, sparse.multiply_by_torch_sparse])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_products_and_gradients_equal_those_of_dense_matrices(dtype, kernel, rows, monkeypatch):
+def test_products_and_gradients_equal_dense_matrices(dtype, kernel, rows, monkeypatch):
     matrix, dense = make(dtype)
     monkeypatch.setattr(sparse, "multiply", kernel)
     rows = rows if rows is None else torch.tensor(rows, dtype=torch.int64)
@@ -78,5 +78,5 @@ def test_dropout_drops_the_same_entries_from_the_matrix_and_its_transpose():
     torch.testing.assert_close(forward.T, backward)
 
 
-def test_nothing_of_the_matrix_is_in_a_checkpoint():
+def test_checkpoints_do_not_contain_the_matrix():
     assert not make(torch.float32)[0].state_dict()

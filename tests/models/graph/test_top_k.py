@@ -61,7 +61,7 @@ def test_metrics_equal_sorted_lists(num_items, step):
     torch.testing.assert_close(torch.stack(found).T, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
-def test_the_official_ndcg_is_larger_and_blind_to_positives_that_are_not_found():
+def test_the_official_ndcg_is_larger_and_ignores_missed_positives():
     scores, positives = torch.arange(300.0).flip(0).unsqueeze(0), torch.tensor([[3, 290, 291, 292]])
     nothing = torch.full((1, 0), 300)
     found = top_k(scores, positives, nothing, (20,))
@@ -69,13 +69,13 @@ def test_the_official_ndcg_is_larger_and_blind_to_positives_that_are_not_found()
     assert found.ndcg.item() == pytest.approx(1 / math.log2(5) / dcg([1] * 4))
 
 
-def test_a_positive_that_was_seen_is_no_hit_even_in_a_list_longer_than_what_is_left():
+def test_a_seen_positive_is_never_a_hit():
     scores = torch.rand(1, 5)
     found = top_k(scores, torch.tensor([[1, 2]]), torch.tensor([[0, 1, 5]]), (5,))
     assert found.recall.item() == 0.5
 
 
-def test_padding_counts_for_nothing():
+def test_padding_has_no_weight():
     """Neither as a user without positives, nor as the last item."""
     scores = torch.tensor([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])
     found = top_k(scores, torch.tensor([[2, 3], [3, 3]]), torch.tensor([[3, 3], [3, 3]]), (1,))

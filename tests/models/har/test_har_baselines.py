@@ -166,7 +166,7 @@ def test_tinyhar_convolves_rectifies_then_normalises() -> None:
     assert encoder(torch.randn(2, 1, 9, 41)).shape == (2, 24, 9, 11)
 
 
-def test_tinyhar_takes_the_shortest_window_there_is() -> None:
+def test_tinyhar_accepts_the_shortest_window() -> None:
     assert TinyHar()(torch.randn(2, 9, 1)).shape == (2, 6)
 
 
@@ -187,7 +187,7 @@ def test_every_parameter_has_a_gradient(build) -> None:
         assert parameter.grad.abs().flatten().median() > 1e-8, name
 
 
-def test_closed_gates_open_by_themselves() -> None:
+def test_closed_gates_learn_to_open() -> None:
     torch.manual_seed(0)
     net = TinyHar().double().train()
     gates = [net.channel_attention.gate, net.pooling.gate]
@@ -220,7 +220,7 @@ def last_channel_first(weight: Tensor) -> None:
 
 
 @pytest.mark.parametrize("build", MODELS)
-def test_all_channels_are_treated_alike_until_they_are_fused(build) -> None:
+def test_channels_are_encoded_equally_until_fusion(build) -> None:
     net = model(build).eval()
     x = windows(2, length=32)
     before = net(x)
@@ -238,7 +238,7 @@ def test_deepconvlstm_pads_nothing() -> None:
 
 
 @pytest.mark.parametrize(("build", "train"), [(TinyHar, False), (DeepConvLstm, False), (DeepConvLstm, True)])
-def test_batch_mates_never_change_an_output(build, train) -> None:
+def test_other_samples_of_a_batch_never_change_an_output(build, train) -> None:
     net = model(build, dropout=0.0).train(train)
     x = windows(5, length=32)
     together = net(x)
@@ -257,7 +257,7 @@ def test_batch_norm_is_tinyhars_exception() -> None:
 
 
 @pytest.mark.parametrize("build", MODELS)
-def test_a_state_dict_holds_all_there_is(build) -> None:
+def test_a_state_dict_is_complete(build) -> None:
     trained, fresh = model(build), build().double()
     x = windows(3, length=32)
     trained.train()(x)

@@ -83,7 +83,7 @@ def test_equals_a_slow_obvious_reference(mode) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_members_share_nothing(mode) -> None:
+def test_ensemble_members_share_no_state(mode) -> None:
     """The loss of one member has no gradient in the others, and members begin differently."""
     net = model(mode, num_members=3)
     x = windows(4, length=40)
@@ -97,7 +97,7 @@ def test_members_share_nothing(mode) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_batch_mates_never_change_an_output(mode) -> None:
+def test_other_samples_of_a_batch_never_change_an_output(mode) -> None:
     net = model(mode).train()
     for module in net.modules():
         if isinstance(module, nn.Dropout):
@@ -122,7 +122,7 @@ def test_every_parameter_has_a_gradient(mode, hidden_dims) -> None:
         assert parameter.grad.abs().flatten().median() > 1e-7, name
 
 
-def test_no_buffers_no_batch_norm() -> None:
+def test_models_without_buffers_need_no_synchronisation() -> None:
     for mode in MODES:
         assert not list(model(mode).buffers())
 
@@ -135,7 +135,7 @@ def test_shapes_and_options(mode) -> None:
     assert {m.p for m in net.modules() if isinstance(m, nn.Dropout)} == {0.5}
 
 
-def test_first_looks_at_channel_0_only_and_average_at_no_order() -> None:
+def test_mode_first_uses_channel_0_and_mode_average_ignores_order() -> None:
     x = windows(3)
     shuffled = x[:, torch.randperm(9, generator=torch.Generator().manual_seed(1))]
     first, average = model("first").eval(), model("average").eval()

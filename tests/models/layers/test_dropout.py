@@ -9,7 +9,7 @@ from models.layers.dropout import Dropout, dropout_mask
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.999, 0.999999])
-def test_a_mask_has_the_mean_of_one(p):
+def test_dropout_masks_have_mean_1(p):
     torch.manual_seed(0)
     mask = dropout_mask((1000, 1001), p, torch.ones(()))
     assert mask.shape == (1000, 1001)

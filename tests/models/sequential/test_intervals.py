@@ -33,7 +33,7 @@ def form(request, monkeypatch):
 
 @pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("heads", [1, 2])
-def test_values_and_gradients_are_those_of_rows_looked_up(heads):
+def test_values_and_gradients_equal_looked_up_rows(heads):
     pairs, query, weight, table = make(heads)
     rows = looked_up(table, pairs)
     for found, expected, x in (
@@ -49,7 +49,7 @@ def test_values_and_gradients_are_those_of_rows_looked_up(heads):
 
 
 @pytest.mark.usefixtures("form")
-def test_one_table_in_several_products_gets_all_gradients():
+def test_a_table_in_several_products_gets_all_gradients():
     pairs, query, weight, table = make(1)
     rows = looked_up(table, pairs)
     found = interval_logits(query, table, pairs).sum() + interval_sums(weight, table, pairs).square().sum()
@@ -58,7 +58,7 @@ def test_one_table_in_several_products_gets_all_gradients():
     torch.testing.assert_close(torch.autograd.grad(found, inputs), torch.autograd.grad(expected, inputs))
 
 
-def test_the_form_is_that_which_computes_less():
+def test_the_cheaper_form_is_chosen():
     for num_rows, in_bags in ((50, False), (51, True)):
         assert intervals._in_bags(Pairs(torch.zeros(1, 2, 5), num_rows)) is in_bags
 

@@ -28,7 +28,7 @@ def rounded(matrix):
 
 
 @pytest.mark.parametrize("num_iterations", [1, 20])
-def test_the_matrix_and_its_gradient_are_those_of_plain_normalisation(num_iterations):
+def test_the_matrix_and_its_gradient_equal_plain_normalisation(num_iterations):
     logits = torch.randn(3, 5, STREAMS, STREAMS, requires_grad=True)
     probe = torch.randn_like(logits)
     fast, slow = doubly_stochastic(logits, num_iterations), plain_sinkhorn(logits, num_iterations)
@@ -68,7 +68,7 @@ def plain_connection(connection, streams, sublayer):
     )
 
 
-def test_a_connection_is_that_of_the_equations():
+def test_a_connection_equals_its_equations():
     connection = HyperConnection(WIDTH, 1, STREAMS, 0.5, 20, in_full_precision=False, opens=False, closes=False)
     for parameter in connection.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
@@ -147,7 +147,7 @@ def train(model, num_steps=60):
     return float(loss.detach())
 
 
-def test_streams_separate_gradients_reach_all_and_the_matrix_stays_doubly_stochastic():
+def test_residual_streams_differ_get_gradients_and_mix_doubly_stochastically():
     _, model = make_models(init_gate=0.01, num_blocks=3)
     recorder = Recorder(model)
     model.encode(*make_batch())
@@ -171,7 +171,7 @@ def test_streams_separate_gradients_reach_all_and_the_matrix_stays_doubly_stocha
     assert min(moved) > 0.05  # it is used: no longer near the identity everywhere
 
 
-def test_equal_reading_would_leave_the_streams_equal():
+def test_equal_weights_would_keep_the_streams_equal():
     """The control: without the uneven h_pre of the start, streams stay copies of each other."""
     _, model = make_models(init_gate=0.01, num_blocks=3)
     with torch.no_grad():

@@ -138,7 +138,7 @@ def test_full_softmax_survives_large_scores(name):
 
 @every_loss
 @pytest.mark.parametrize("value", [1e9, math.inf, math.nan])
-def test_what_padding_holds_is_not_counted(name, value):
+def test_the_content_of_padding_is_not_counted(name, value):
     states, targets, negatives, table = make_batch(name)
     expected = LOSSES[name][0](states, targets, negatives, table)
     spoilt = torch.where((targets > 0)[:, :, None], states, value)
@@ -146,7 +146,7 @@ def test_what_padding_holds_is_not_counted(name, value):
 
 
 @every_loss
-def test_nothing_to_predict_is_no_loss(name):
+def test_a_batch_without_targets_has_zero_loss(name):
     states, targets, negatives, table = make_batch(name, lengths=(0, 0, 0))
     loss = LOSSES[name][0](states, targets, negatives, table)
     assert loss.item() == 0
@@ -155,7 +155,7 @@ def test_nothing_to_predict_is_no_loss(name):
 
 
 @every_loss
-def test_losses_under_autocast_stay_close_and_keep_the_type_of_gradients(name):
+def test_losses_under_autocast_stay_close_and_keep_gradient_dtypes(name):
     batch = make_batch(name, dtype=torch.float32)
     states, _, _, table = batch
     exact = LOSSES[name][0](*batch)
@@ -171,7 +171,7 @@ def test_losses_under_autocast_stay_close_and_keep_the_type_of_gradients(name):
 
 
 @pytest.mark.parametrize("name", ["full", "full with padding"])
-def test_autocast_rounds_the_scores_of_full_softmax_and_nothing_behind_them(name):
+def test_autocast_rounds_only_the_scores_of_full_softmax(name):
     states, targets, _, table = make_batch(name, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         loss = LOSSES[name][0](states, targets, None, table)
@@ -223,7 +223,7 @@ def scores_with_ties(num_queries=200, num_others=15):
     return torch.randint(8, (num_queries,)).double(), torch.randint(8, (num_queries, num_others)).double()
 
 
-def test_place_is_the_middle_of_the_tied_places_after_sorting():
+def test_a_tied_rank_is_the_middle_of_its_ties():
     target, others = scores_with_ties()
     places = place_of_target(target, others)
     assert places.dtype == torch.float64 and places.shape == target.shape
@@ -233,7 +233,7 @@ def test_place_is_the_middle_of_the_tied_places_after_sorting():
     assert places.frac().any() and (places == 0).any() and (places == others.shape[1]).any()
 
 
-def test_place_does_not_depend_on_the_order_of_storage():
+def test_a_rank_does_not_depend_on_storage_order():
     target, others = scores_with_ties()
     assert torch.equal(place_of_target(target, others), place_of_target(target, others[:, torch.randperm(15)]))
     assert torch.equal(place_of_target(target.float(), others.float()), place_of_target(target, others))
@@ -258,7 +258,7 @@ def test_minus_infinity_removes_an_item():
         (0.0, [], 0),
     ],
 )
-def test_scores_that_are_no_finite_numbers(target, others, place):
+def test_scores_that_are_not_finite(target, others, place):
     """Broken weights must never look good: not a number is the worst for a target and the best for a rival."""
     assert place_of_target(torch.tensor([target]), torch.tensor([others])).tolist() == [place]
 
@@ -285,7 +285,7 @@ def test_metrics_equal_a_loop_over_queries():
         assert sums[:, j].tolist() == pytest.approx(slow_metrics(PLACES, cutoff), abs=1e-12)
 
 
-def test_metrics_of_known_places():
+def test_metrics_of_known_ranks():
     sums = ranking_metrics(torch.tensor([1.0]), CUTOFFS)
     second = [0, 1, 1, 1]
     assert sums[0].tolist() == second
@@ -295,7 +295,7 @@ def test_metrics_of_known_places():
     assert not ranking_metrics(torch.tensor([]), CUTOFFS).any()
 
 
-def test_metrics_of_parts_add_up():
+def test_metrics_of_batches_add_up():
     places = torch.tensor(PLACES, dtype=torch.float64)
     parts = [ranking_metrics(part, CUTOFFS) for part in places.split([1, 9, 7])]
     torch.testing.assert_close(sum(parts), ranking_metrics(places, CUTOFFS), rtol=0, atol=1e-12)

@@ -91,7 +91,7 @@ def attend(model, attention, t, inputs, position, times):
 
 
 @pytest.mark.parametrize(("kind", "order", "heads"), VARIANTS)
-def test_states_and_gradients_are_those_of_the_equations(kind, order, heads):
+def test_states_and_gradients_equal_the_equations(kind, order, heads):
     model = make_model(kind, order, heads)
     items, length, times = make_batch()
     found = model.encode(items, length, times)
@@ -135,7 +135,7 @@ def test_padding_never_changes_an_output(make, training):
 
 
 @every_model
-def test_the_future_changes_no_earlier_state(make):
+def test_future_items_change_no_earlier_state(make):
     model = make()
     items, length, times = make_batch((12, 12, 12))
     before = model.encode(items, length, times)
@@ -148,7 +148,7 @@ def test_the_future_changes_no_earlier_state(make):
 
 
 @every_model
-def test_the_last_state_alone_equals_that_of_all(make):
+def test_the_last_state_equals_the_last_of_all_states(make):
     model = make().eval()
     items, length, times = make_batch()
     everything = model.encode(items, length, times)
@@ -178,7 +178,7 @@ def test_a_history_longer_than_maxlen_and_missing_times_are_refused():
         make_model(TiSASRec).encode(items[:, :3], torch.tensor([3]))
 
 
-def test_the_training_path_of_attention_with_dropout_is_that_without():
+def test_attention_with_dropout_has_the_same_training_path():
     """On a CPU dropout has a path of its own; with a probability that drops nothing it gives the same states."""
     items, length, times = make_batch()
     model = make_model(SASRec, heads=2, dropout=1e-9)
@@ -187,7 +187,7 @@ def test_the_training_path_of_attention_with_dropout_is_that_without():
 
 
 @pytest.mark.parametrize("p", [0.2, 0.5])
-def test_dropout_drops_its_share_and_keeps_the_mean(p):
+def test_dropout_drops_its_rate_and_keeps_the_mean(p):
     x = torch.ones(1001, 333)
     dropped = Dropout(p)(x)
     share = float((dropped == 0).double().mean())

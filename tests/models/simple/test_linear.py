@@ -16,7 +16,7 @@ def blobs():
 
 
 @pytest.mark.parametrize("fit", [ridge_classifier, logistic_regression])
-def test_what_lines_tell_apart_is_told_apart_in_any_unit_and_with_gaps(fit, blobs):
+def test_linear_models_separate_in_any_unit_and_with_gaps(fit, blobs):
     features, labels = blobs
     classify = fit(features[:200], labels[:200], 3)
     assert (classify(features[200:]).argmax(1) == labels[200:]).mean() > 0.9
@@ -46,7 +46,7 @@ def test_probabilities_minimise_the_penalised_loss(blobs):
     np.testing.assert_allclose(p[:, 1], both[0] / (both[0] + both[1]), atol=1e-6)
 
 
-def test_statistics_are_those_of_each_channel():
+def test_statistics_are_computed_per_channel():
     t = np.arange(64) / 64
     signals = np.stack([np.stack([np.sin(2 * np.pi * 3 * t), 2 + 0 * t])] * 5000).astype(np.float32)
     found = window_statistics(signals)

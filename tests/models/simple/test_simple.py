@@ -78,7 +78,7 @@ def expected(kind, users):
 
 
 @pytest.mark.parametrize("kind", ["rules", "itemknn", "ease"])
-def test_scores_are_those_of_loops_over_users(kind, histories):
+def test_scores_equal_loops_over_users(kind, histories):
     if kind == "rules" and not histories.is_ordered:
         pytest.skip("rules need an order")
     users = users_of(histories)
@@ -114,7 +114,7 @@ def test_large_catalogues_are_counted_in_blocks_with_the_same_result(kind, monke
             np.testing.assert_allclose(one["strengths"], other["strengths"], rtol=1e-6)
 
 
-def test_a_table_keeps_the_strongest(monkeypatch):
+def test_a_table_keeps_the_strongest_neighbours(monkeypatch):
     monkeypatch.setattr(fitting, "MOST_NEIGHBOURS", 5)
     rng = np.random.default_rng(2)
     histories = TrainingHistories(np.arange(0, 401, 10), rng.integers(1, 31, 400).astype(np.int32), 30, True)

@@ -27,7 +27,7 @@ def best_path(log_probs, ids):
 @pytest.mark.parametrize("ids", [(), (1,), (2, 1), (1, 1), (2, 2, 1), (1, 2, 1, 2)])
 @pytest.mark.parametrize("num_frames", [5, 6])
 @pytest.mark.parametrize("seed", range(3))
-def test_is_the_most_probable_of_all(ids, num_frames, seed):
+def test_beam_search_finds_the_most_probable_transcript(ids, num_frames, seed):
     log_probs = random_log_probs(num_frames, 3, seed)
     found = align(log_probs, np.array(ids, np.int64))
     runs, t = [], 0
@@ -45,7 +45,7 @@ def test_too_few_frames_are_refused():
         align(random_log_probs(2, 3, 0), np.array([1, 1]))
 
 
-def test_a_long_text_lies_where_it_was_said():
+def test_long_transcripts_lie_at_the_time_of_their_sound():
     ids = np.tile([1, 2], 150)
     log_probs = np.full((600, 3), np.log(0.05))
     log_probs[np.arange(600), np.stack([np.zeros(300, np.int64), ids], axis=1).ravel()] = np.log(0.9)

@@ -69,7 +69,7 @@ def test_a_large_beam_sums_over_all_alignments():
 
 @pytest.mark.parametrize("width", [1, 2, 5, 16])
 @pytest.mark.parametrize("num_tried", [1, 2, None])
-def test_a_small_beam_keeps_what_dictionaries_of_prefixes_keep(width, num_tried):
+def test_a_small_beam_equals_a_prefix_dictionary(width, num_tried):
     frames, lengths = make_frames(6, 25, 4, seed=width), np.array([25, 25, 3, 18, 24, 1])
     found = beam_search(frames, lengths, width, symbols_per_frame=num_tried)
     for row, length, hypotheses in zip(frames, lengths, found, strict=True):
@@ -77,7 +77,7 @@ def test_a_small_beam_keeps_what_dictionaries_of_prefixes_keep(width, num_tried)
         assert as_dict(hypotheses) == pytest.approx(expected, rel=0, abs=1e-9)
 
 
-def test_padding_and_neighbours_change_nothing():
+def test_padding_and_other_samples_change_nothing():
     frames, lengths = make_frames(5, 20), np.array([7, 20, 12, 1, 20])
     padded = frames.copy()
     padded[np.arange(20) >= lengths[:, None]] = np.nan
@@ -93,7 +93,7 @@ def test_every_utterance_gets_a_transcript():
     assert counts == [1, 1, 4]
 
 
-def test_one_prefix_wide_is_not_greedy():
+def test_a_beam_of_one_prefix_differs_from_greedy():
     """Greedy: blank, blank. But "a" has more alignments: a-, -a and aa."""
     frames = np.log([[[0.5, 0.4, 0.1], [0.5, 0.4, 0.1]]])
     widths = {width: beam_search(frames, np.array([2]), width)[0][0].ids for width in (1, 2)}

@@ -54,7 +54,7 @@ BOTH = pytest.mark.parametrize("loss", [on_cpu, on_gpu])
 
 @BOTH
 @pytest.mark.parametrize("target", [[], [1], [1, 2], [1, 1], [2, 1, 2], [2, 2, 1], [1, 1, 1]])
-def test_loss_is_that_of_all_alignments(loss, target):
+def test_the_loss_sums_over_alignments(loss, target):
     """Of five frames of three symbols, in a batch where others are longer."""
     torch.manual_seed(len(target))
     log_probs = torch.randn(2, 8, 3, dtype=torch.float64).log_softmax(2)
@@ -91,7 +91,7 @@ def test_padding_changes_nothing(loss):
     assert padded.grad[frames].eq(0).all() and padded.grad[~frames].ne(0).any()
 
 
-def test_an_utterance_that_no_alignment_fits_is_reported_and_counts_nothing():
+def test_an_unalignable_utterance_is_reported_and_has_no_loss():
     """One frame too short, exactly long enough, and empty; the others stay as they are."""
     targets = torch.tensor([[1, 1, 2], [1, 1, 2], [0, 0, 0], [2, 2, 2]])
     target_lengths, lengths = torch.tensor([3, 3, 0, 3]), torch.tensor([3, 4, 4, 4])
@@ -106,20 +106,20 @@ def test_an_utterance_that_no_alignment_fits_is_reported_and_counts_nothing():
 
 
 @BOTH
-def test_an_utterance_of_no_frames(loss):
+def test_decoding_an_utterance_of_no_frames(loss):
     log_probs = torch.randn(2, 3, 4).log_softmax(2)
     losses = loss(log_probs, torch.tensor([0, 3]), torch.zeros(2, 1, dtype=torch.int64), torch.tensor([0, 0]))
     assert losses[0] == 0 and losses[1].item() == pytest.approx(-log_probs[1, :, 0].sum().item())
 
 
-def test_low_precision_is_summed_in_float32():
+def test_low_precision_values_are_summed_in_float32():
     logits, *batch = make_batch(dtype=torch.float32)
     log_probs = logits.log_softmax(2).bfloat16()
     losses, _ = ctc_loss(log_probs, *batch)
     assert losses.dtype == torch.float32 and torch.equal(losses, ctc_loss(log_probs.float(), *batch)[0])
 
 
-def test_gradient_for_gpus_is_that_of_the_log_probabilities_themselves():
+def test_the_gradient_for_gpus_equals_the_log_probabilities_gradient():
     logits, lengths, targets, _ = make_batch(3, 6, 3, 2)
     log_probs = logits.log_softmax(2).requires_grad_()
     assert torch.autograd.gradcheck(lambda p: loss_without_waiting(p, lengths, targets), log_probs)
@@ -138,7 +138,7 @@ def slow_greedy(log_probs):
     return found
 
 
-def test_divergence_draws_each_reading_towards_the_other():
+def test_the_divergence_pulls_both_readings_together():
     """As torch's KL divergence has it, utterance by utterance; padding counts nothing."""
     a, b = (torch.randn(3, 7, 5, dtype=torch.float64).log_softmax(2).requires_grad_() for _ in range(2))
     lengths = torch.tensor([7, 3, 0])

@@ -45,7 +45,7 @@ def test_counts_equal_the_counts_of_a_recursion(pairs):
     assert np.array_equal(counts.edits, found.sum(1))
 
 
-def test_an_alignment_holds_both_sequences_and_as_many_edits_of_each_kind(pairs):
+def test_an_alignment_contains_both_sequences_and_counts_edits(pairs):
     for reference, hypothesis in pairs[:100]:
         edits = align(reference, hypothesis)
         assert [e.reference for e in edits if e.kind != "insertion"] == list(reference)
@@ -64,7 +64,7 @@ def test_words_are_compared_whole():
     assert [e.kind for e in align(reference, hypothesis)] == ["equal", "substitution", "equal", "deletion"]
 
 
-def test_no_pairs_and_unequal_numbers():
+def test_auc_without_pairs_and_with_unequal_numbers():
     assert count_edits([], []).edits.shape == (0,)
     with pytest.raises(ValueError, match="argument"):
         count_edits([["a"]], [])

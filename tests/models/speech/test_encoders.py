@@ -59,14 +59,14 @@ def test_padding_changes_nothing(encoder):
         assert not grad[row, length:].any()
 
 
-def test_empty_utterance_harms_nobody(encoder):
+def test_an_empty_utterance_changes_no_other_loss(encoder):
     x = features(2, 9, NUM_FEATURES)
     states, lengths = encoder(x, torch.tensor([9, 0]))
     assert lengths[1] == 0
     assert states.isfinite().all()
 
 
-def test_parameters_all_learn(encoder):
+def test_all_parameters_are_trained(encoder):
     states, _ = encoder.train()(features(2, 12, NUM_FEATURES), torch.tensor([12, 7]))
     (states * features(*states.shape, seed=2)).sum().backward()
     assert not [name for name, p in encoder.named_parameters() if p.grad is None or not p.grad.any()]
@@ -74,7 +74,7 @@ def test_parameters_all_learn(encoder):
 
 @pytest.mark.parametrize("subsampling", [1, 2, 4])
 @pytest.mark.parametrize("sizes", [[40], [1] * 40, [0, 3, 1, 0, 10, 2, 24], [2, 38]])
-def test_stream_gives_what_the_whole_gives(subsampling, sizes):
+def test_a_stream_gives_the_result_of_the_whole(subsampling, sizes):
     torch.manual_seed(0)
     encoder = parallel_lmu(subsampling=subsampling, bidirectional=False).double().eval()
     x = features(2, 40, NUM_FEATURES)
@@ -88,6 +88,6 @@ def test_stream_gives_what_the_whole_gives(subsampling, sizes):
     torch.testing.assert_close(torch.cat(pieces, dim=1), whole, rtol=0, atol=1e-12)
 
 
-def test_two_directions_do_not_stream():
+def test_bidirectional_models_do_not_stream():
     with pytest.raises(AssertionError, match="cannot be streamed"):
         parallel_lmu().stream(torch.zeros(1, 4, NUM_FEATURES))

@@ -47,7 +47,7 @@ def slow_log_mel(audio: np.ndarray, num_mels: int) -> np.ndarray:
     return np.log(np.maximum(np.array(power) @ weights.T, FLOOR))
 
 
-def test_log_mel_equals_sums_written_out(double_precision) -> None:
+def test_log_mel_equals_explicit_sums(double_precision) -> None:
     audio, _ = speech_like(1500)
     audio[:, 700:1100] = 0  # silence, at the floor
     expected = slow_log_mel(audio[0].numpy(), 20)
@@ -55,7 +55,7 @@ def test_log_mel_equals_sums_written_out(double_precision) -> None:
     np.testing.assert_allclose(front_end().log_mel(audio)[0].numpy(), expected, rtol=0, atol=1e-10)
 
 
-def test_power_spectrum_equals_that_of_scipy(double_precision) -> None:
+def test_power_spectrum_equals_scipys(double_precision) -> None:
     signal = pytest.importorskip("scipy.signal")
     audio, _ = speech_like(2000)
     module = front_end()
@@ -73,7 +73,7 @@ def test_white_noise_has_its_variance_at_every_frequency() -> None:
     torch.testing.assert_close(level, torch.full((20,), 0.09), rtol=0.05, atol=0)
 
 
-def test_a_tone_is_in_the_bin_of_its_frequency() -> None:
+def test_a_tone_falls_in_the_bin_of_its_frequency() -> None:
     module = front_end(num_mels=40)
     edges = np.linspace(mel(LOWEST_HZ), mel(RATE / 2), 42)
     for hz in (300, 1000, 3000):
@@ -84,7 +84,7 @@ def test_a_tone_is_in_the_bin_of_its_frequency() -> None:
 
 @pytest.mark.parametrize("num_samples", [1, 199, 200, 279, 280, 1639, 1640])
 @pytest.mark.parametrize("normalise", ["utterance", "fixed", "running"])
-def test_padding_and_neighbours_have_no_effect(double_precision, normalise, num_samples) -> None:
+def test_padding_and_other_samples_have_no_effect(double_precision, normalise, num_samples) -> None:
     audio, lengths = speech_like(num_samples, 3000)
     masks = torch.tensor([[[3, 4]]] * 2), torch.tensor([[[0.25, 0.5]]] * 2)
     module, warp = front_end(normalise), torch.tensor([1.1, 0.9])
@@ -103,7 +103,7 @@ def test_an_utterance_is_normalised_by_its_own_frames(double_precision) -> None:
         torch.testing.assert_close(row[:length].square().mean(), torch.tensor(1.0), rtol=1e-4, atol=0)
 
 
-def test_fixed_statistics_are_those_of_all_frames_of_the_batches(double_precision) -> None:
+def test_fixed_statistics_cover_all_frames_of_the_batches(double_precision) -> None:
     batches = [speech_like(9000, 5000, seed=1), speech_like(2000, 300, 4000, seed=2)]
     module = LogMel(RATE, 20, normalise="fixed")
     module.fit_statistics(batches)
@@ -117,7 +117,7 @@ def test_fixed_statistics_are_those_of_all_frames_of_the_batches(double_precisio
     assert torch.equal(again.std, module.std)
 
 
-def test_running_normalisation_is_that_of_the_frames_so_far(double_precision) -> None:
+def test_running_normalisation_uses_the_frames_so_far(double_precision) -> None:
     module = front_end("running")
     audio, lengths = speech_like(6000, seed=3)
     features = module(audio, lengths)[0][0].numpy()
@@ -132,7 +132,7 @@ def test_running_normalisation_is_that_of_the_frames_so_far(double_precision) ->
 
 @pytest.mark.parametrize("chunk", [7, 79, 80, 81, 200, 800, 5000])
 @pytest.mark.parametrize("normalise", ["fixed", "running"])
-def test_chunks_give_the_same_as_the_whole(normalise, chunk) -> None:
+def test_chunks_give_the_same_result_as_the_whole(normalise, chunk) -> None:
     module = front_end(normalise)
     audio, lengths = speech_like(2357, 2357)
     whole, _ = module(audio, lengths)
@@ -150,7 +150,7 @@ def test_whole_utterances_cannot_be_streamed() -> None:
         front_end().stream(torch.zeros(1, 400))
 
 
-def test_masks_hide_what_they_say_and_nothing_else() -> None:
+def test_masks_hide_only_their_ranges() -> None:
     module = front_end()
     audio, lengths = speech_like(5000, 2000)
     plain, num_frames = module(audio, lengths)
@@ -185,7 +185,7 @@ def test_a_warp_moves_formants_by_its_factor_and_keeps_the_highest_frequency() -
     torch.testing.assert_close(module.log_mel(tone(700), torch.ones(1)), module.log_mel(tone(700)), rtol=0, atol=1e-3)
 
 
-def test_loudness_does_not_matter_to_an_utterance() -> None:
+def test_the_loudness_of_an_utterance_does_not_matter() -> None:
     audio, lengths = speech_like(8000)
     quiet, loud = (front_end()(gain * audio, lengths)[0] for gain in (0.1, 1.0))
     torch.testing.assert_close(quiet, loud, rtol=0, atol=1e-3)
@@ -229,7 +229,7 @@ def test_masking_is_white_noise_of_known_power():
     torch.testing.assert_close(other(audio, num_samples, masking_db=torch.tensor([6.0]))[0], features)
 
 
-def test_masked_noise_of_a_room_says_nothing():
+def test_masking_noise_hides_room_noise():
     rng = torch.Generator().manual_seed(0)
     time = torch.arange(16000)
     speech = torch.where((time // 2000) % 2 == 0, torch.sin(time * 0.3), torch.zeros(16000))[None]

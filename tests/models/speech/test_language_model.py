@@ -59,7 +59,7 @@ def test_scores_by_hand(written, history, word, log10):
 
 
 @pytest.mark.parametrize("order", [1, 2, 3, 4])
-def test_probabilities_add_up_to_one_after_every_history(written, order):
+def test_probabilities_sum_to_one_after_every_history(written, order):
     ngram = read_arpa(written(estimated_arpa(SENTENCES, order)))
     assert ngram.order == order and ngram.vocabulary == {"a", "b", "c"}
     words = [*ngram.vocabulary, "</s>", "<unk>"]
@@ -69,7 +69,7 @@ def test_probabilities_add_up_to_one_after_every_history(written, order):
             assert total == pytest.approx(1, rel=1e-9), history
 
 
-def test_a_word_that_is_unknown_to_a_model_without_unknown_words(written):
+def test_a_word_missing_from_a_closed_language_model(written):
     text = BY_HAND.replace("-2\t<unk>\n", "").replace("1=4", "1=3")
     assert read_arpa(written(text)).score(["<s>"], "z") == pytest.approx((-0.5 - 100) * math.log(10))
 
@@ -95,7 +95,7 @@ def test_compressed_files(tmp_path, written):
         ("-0.75\tb", "-0.75\ta", "line 10: 'a' occurs twice"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said(written, old, new, said):
+def test_errors_in_a_file_are_named(written, old, new, said):
     assert old in BY_HAND
     with pytest.raises(ValueError) as raised:
         read_arpa(written(BY_HAND.replace(old, new, 1)))
@@ -110,7 +110,7 @@ def test_a_damaged_file_is_named(tmp_path, content):
         read_arpa(path)
 
 
-def test_whether_words_or_symbols_are_scored_is_seen_from_the_vocabulary(written):
+def test_the_vocabulary_decides_whether_words_or_symbols_are_scored(written):
     ngram = read_arpa(written(BY_HAND))
     assert isinstance(build_scorer(ngram, ["", "a", "b", "c", " "]), SymbolScorer)
     assert isinstance(build_scorer(ngram, ["", "a"]), SymbolScorer)  # it may know more words than the alphabet
@@ -122,7 +122,7 @@ def test_whether_words_or_symbols_are_scored_is_seen_from_the_vocabulary(written
             build_scorer(words, symbols)
 
 
-def test_a_new_search_forgets_the_states_of_the_last_one(written):
+def test_a_new_search_discards_states_of_the_previous_one(written):
     """Else they would grow with every utterance."""
     scorer = build_scorer(read_arpa(written(BY_HAND)), ["", "a", "b", " "])
     for symbol in (1, 2, 1):

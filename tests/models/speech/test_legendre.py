@@ -21,7 +21,7 @@ def delayed_read_out(memory_size: int, delays):
     return torch.stack(values[:memory_size], dim=1)
 
 
-def test_continuous_system_is_that_of_the_paper():
+def test_the_continuous_system_equals_the_papers():
     a, b = continuous_system(3)
     assert a.tolist() == [[-1, -1, -1], [3, -3, -3], [-5, 5, -5]]
     assert b.tolist() == [1, -3, 5]
@@ -41,14 +41,14 @@ def test_zero_order_hold_solves_the_differential_equation(memory_size, theta):
     torch.testing.assert_close(a_d, step, rtol=0, atol=1e-8)
 
 
-def test_memory_is_stable():
+def test_memory_use_is_constant():
     for memory_size, theta in ((8, 16.0), (128, 784.0), (128, 1000.0)):
         a_d, _ = discrete_system(memory_size, theta)
         assert torch.linalg.eigvals(a_d).abs().max() < 0.99
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 7, 8, 9, 33])
-def test_orbit_is_repeated_multiplication(length):
+def test_an_orbit_equals_repeated_multiplication(length):
     generator = torch.Generator().manual_seed(length)
     matrix, start = (torch.randn(5, k, generator=generator, dtype=torch.float64) / 2 for k in (5, 3))
     expected = [start]
@@ -57,7 +57,7 @@ def test_orbit_is_repeated_multiplication(length):
     torch.testing.assert_close(orbit(matrix, start, length), torch.stack(expected, dim=1), rtol=1e-12, atol=1e-12)
 
 
-def test_impulse_response_is_what_one_sample_leaves():
+def test_the_impulse_response_is_the_response_to_one_sample():
     a, b = discrete_system(6, 10.0)
     memory, expected = b, []
     for _ in range(50):
@@ -66,7 +66,7 @@ def test_impulse_response_is_what_one_sample_leaves():
     torch.testing.assert_close(impulse_response(6, 10.0, 50), torch.stack(expected, dim=1), rtol=0, atol=1e-14)
 
 
-def test_memory_holds_the_window():
+def test_the_memory_of_the_lmu_represents_its_window():
     """A signal of some periods per window is read back at every delay within it, and better with more coordinates."""
     theta, num_steps = 200.0, 1000
     time = torch.arange(num_steps, dtype=torch.float64)
@@ -83,7 +83,7 @@ def test_memory_holds_the_window():
     assert errors[2] < 0.02
 
 
-def test_scaled_coordinates_answer_with_equal_energy():
+def test_scaled_coordinates_respond_with_equal_energy():
     """Nearly: the last ones, where the system is cut short, answer with less. Unscaled they are as 1 to 2 N - 1."""
     scaled = impulse_response(32, 400.0, 1200) * orthonormal_scale(32, 400.0)[:, None]
     energies = scaled.square().sum(dim=1)
@@ -92,7 +92,7 @@ def test_scaled_coordinates_answer_with_equal_energy():
     assert energies.max() < 1
 
 
-def test_systems_can_be_trained_with_after_inference_mode():
+def test_systems_can_be_trained_after_inference_mode():
     discrete_system.cache_clear()
     with torch.inference_mode():
         a, _ = discrete_system(3, 5.0, torch.float32)

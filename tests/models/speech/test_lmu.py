@@ -51,13 +51,13 @@ def test_equals_the_time_loop_with_all_gradients(num_steps):
         torch.testing.assert_close(grad, reference, rtol=1e-10, atol=1e-10)
 
 
-def test_state_is_zero_at_the_beginning():
+def test_the_state_is_zero_at_the_beginning():
     lmu, x = layer(), inputs(2, 6, 3)
     zeros = torch.zeros(2, 5, dtype=torch.float64), torch.zeros(2, 7, dtype=torch.float64)
     assert torch.equal(lmu(x)[0], lmu(x, zeros)[0])
 
 
-def test_pieces_give_what_the_whole_gives():
+def test_pieces_give_the_result_of_the_whole():
     lmu, x = layer(), inputs(2, 23, 3)
     whole, (h, m) = lmu(x)
     pieces, state = [], None

@@ -74,7 +74,7 @@ def in_pieces(lmu: ParallelLMU, x: Tensor, sizes: list[int]) -> tuple[Tensor, Te
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 31, 32, 33, 255, 1000, 2000])
-def test_whole_is_pieces_is_steps_in_single_precision(length):
+def test_whole_pieces_and_steps_agree_in_single_precision(length):
     lmu, x = layer(torch.float32, memory_size=32, theta=64.0, channels=4), inputs(2, length, 3, dtype=torch.float32)
     with torch.no_grad():
         whole, state = lmu(x), lmu.stream(x)[1]
@@ -87,7 +87,7 @@ def test_whole_is_pieces_is_steps_in_single_precision(length):
 
 
 @pytest.mark.slow
-def test_every_length_to_2000_whole_is_pieces():
+def test_the_whole_equals_pieces_for_every_length_to_2000():
     lmu = layer(torch.float32, memory_size=32, theta=64.0, channels=4)
     x = inputs(1, 2000, 3, dtype=torch.float32)
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_gradient_flows_through_the_state():
 
 
 @pytest.mark.usefixtures("form")
-def test_last_is_the_last_of_all():
+def test_the_newest_checkpoint_is_named_last():
     lmu, x = layer(), inputs(3, 40, 3).requires_grad_()
     weights = inputs(3, 5, seed=2)
     torch.testing.assert_close(lmu.last(x), lmu(x)[:, -1], rtol=0, atol=1e-12)
@@ -123,7 +123,7 @@ def test_last_is_the_last_of_all():
 
 
 @pytest.mark.usefixtures("form")
-def test_mask_hides_what_lies_behind_the_end():
+def test_the_mask_hides_frames_after_the_end():
     lmu, x = layer(bidirectional=True), inputs(2, 20, 3)
     mask = torch.arange(20) < torch.tensor([20, 11])[:, None]
     outputs = lmu(x, mask)
@@ -131,7 +131,7 @@ def test_mask_hides_what_lies_behind_the_end():
     assert not torch.allclose(outputs[1:, :11], lmu(x)[1:, :11])
 
 
-def test_two_directions_take_no_state():
+def test_bidirectional_models_take_no_state():
     with pytest.raises(AssertionError, match="cannot be streamed"):
         layer(bidirectional=True).stream(inputs(1, 4, 3), torch.zeros(1, 2, 6, dtype=torch.float64))
 

@@ -43,6 +43,6 @@ def test_equals_one_query_at_a_time_with_gradients(path, masked):
         torch.testing.assert_close(value, reference, rtol=0, atol=1e-12)
 
 
-def test_huge_logits_are_no_trouble(path):
+def test_huge_logits_give_finite_losses(path):
     query, key = 1e4 * torch.randn(2, 3, 1, 4), torch.randn(2, 6, 1, 4)
     assert attend(query, key, key).isfinite().all()

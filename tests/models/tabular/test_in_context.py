@@ -33,7 +33,7 @@ def test_padding_changes_nothing(build):
 
 
 @pytest.mark.parametrize("build", MODELS)
-def test_queries_know_nothing_of_one_another(build):
+def test_queries_do_not_influence_each_other(build):
     model, one = build(), problem(7, 5, 4)
     together = logits_alone(model, one)
     for row in range(5):
@@ -47,7 +47,7 @@ def test_queries_know_nothing_of_one_another(build):
 
 
 @pytest.mark.parametrize("build", MODELS)
-def test_order_of_context_rows_does_not_matter(build):
+def test_the_order_of_context_rows_does_not_matter(build):
     model, one = build(), problem(40, 3, 4)
     order = torch.randperm(40)
     mixed = one | {"context": one["context"][order], "labels": one["labels"][order]}

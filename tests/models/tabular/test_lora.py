@@ -48,7 +48,7 @@ def test_adapters_change_nothing_at_first() -> None:
     torch.testing.assert_close(net(x), expected, rtol=0, atol=0)
 
 
-def test_an_adapted_layer_is_the_equation() -> None:
+def test_an_adapted_layer_equals_its_equation() -> None:
     layer = LoRALinear(nn.Linear(6, 4), rank=2, alpha=3.0)
     nn.init.normal_(layer.lora_b)
     x = torch.randn(5, 6)
@@ -57,7 +57,7 @@ def test_an_adapted_layer_is_the_equation() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
-def test_merged_equals_unmerged(dtype, tolerance) -> None:
+def test_merged_adapters_equal_unmerged_adapters(dtype, tolerance) -> None:
     net, x = Net().to(dtype), torch.randn(4, 5, 6, dtype=dtype)
     plain = copy.deepcopy(net)
     add_adapters(net, rank=2, alpha=4.0)

@@ -70,7 +70,7 @@ def by_loops(model: NanoTabular, one: Problem) -> Tensor:
 
 
 @pytest.mark.parametrize(("shifts", "num_thinking_rows"), [((0,), 0), ((0, 1, 3), 0), ((0, 1, 3), 2)])
-def test_equals_cells_that_attend_one_by_one_with_gradients(shifts, num_thinking_rows):
+def test_values_and_gradients_equal_cell_by_cell_attention(shifts, num_thinking_rows):
     model, one = nano(group_shifts=shifts, num_thinking_rows=num_thinking_rows), problem(4, 3, 3)
     results = []
     for form in (logits_alone, by_loops):
@@ -98,14 +98,14 @@ def test_pruned_block_equals_the_whole():
 
 
 @pytest.mark.parametrize(("shifts", "matters"), [((0,), False), ((0, 1, 3), True)])
-def test_order_of_columns_matters_only_to_groups(shifts, matters):
+def test_the_order_of_columns_matters_only_to_groups(shifts, matters):
     model, one = nano(group_shifts=shifts), problem(8, 3, 5)
     order = torch.tensor([3, 0, 4, 2, 1])
     mixed = one | {name: one[name][:, order] for name in ("context", "queries")}
     assert ((logits_alone(model, mixed) - logits_alone(model, one)).abs().max() > 1e-10) == matters
 
 
-def test_scale_of_a_column_does_not_matter():
+def test_the_scale_of_a_column_does_not_matter():
     model, one = nano(), problem(8, 3, 2)
     scaled = one | {name: one[name] * torch.tensor([1e6, -2.0]).abs() + 5 for name in ("context", "queries")}
     torch.testing.assert_close(logits_alone(model, scaled), logits_alone(model, one), rtol=0, atol=1e-8)
@@ -119,7 +119,7 @@ def test_default_size():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_logits_are_wide_whatever_the_precision(dtype):
+def test_logits_are_float32_in_any_precision(dtype):
     model, one = (
         NanoTabular().float(),
         {k: v.float() if v.is_floating_point() else v for k, v in problem(9, 3, 4).items()},

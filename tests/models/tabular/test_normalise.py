@@ -33,7 +33,7 @@ def test_scale_and_offset_do_not_matter(scale, offset):
     torch.testing.assert_close(values, expected, rtol=0, atol=1e-3 if offset else 1e-5)
 
 
-def test_query_far_from_the_context_stays_in_bounds():
+def test_predictions_far_from_the_context_are_bounded():
     values, _ = normalise(column(-1, 1), column(1e3, 1e38, -1e38, NAN, torch.inf))
     assert values.flatten()[2:].tolist() == pytest.approx([3 * np.arcsinh(1e3 / 3), 40.23, -40.23, 0, 0], abs=0.01)
     values, _ = normalise(column(-1e-38, 1e-38), column(1e38))
@@ -43,12 +43,12 @@ def test_query_far_from_the_context_stays_in_bounds():
 @pytest.mark.parametrize(
     "context", [(7.0, 7.0, 7.0), (0.1, 0.1, 0.1), (0.0, 0.0), (NAN, NAN), (3.0, NAN), (1e38, 1e38)]
 )
-def test_constant_column_is_zero(context):
+def test_a_constant_column_becomes_zero(context):
     values, _ = normalise(column(*context), column(5.0, NAN))
     assert not values.any()
 
 
-def test_rows_behind_the_context_do_not_count():
+def test_rows_after_the_context_have_no_effect():
     x = column(3.0, 1.0, 4.0)
     padded = torch.cat([x, column(100.0, torch.inf)], dim=1)
     values, _ = normalise(padded, column(2.0), torch.tensor([3]))

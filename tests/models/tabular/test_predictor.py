@@ -130,7 +130,7 @@ def test_probabilities_multiply_along_the_tree(num_classes) -> None:
     torch.testing.assert_close(found, shares.double().expand(3, -1), rtol=1e-6, atol=0)
 
 
-def test_classes_without_a_context_row_are_impossible() -> None:
+def test_classes_without_a_context_row_have_probability_0() -> None:
     context, labels, queries = table(26)
     rows = labels % 2 == 1
     found = predict(Shares(), context[rows], labels[rows], queries, 30, temperature=1)
@@ -142,7 +142,7 @@ def test_classes_without_a_context_row_are_impossible() -> None:
 # The ensemble
 
 
-def test_every_member_undoes_its_orders() -> None:
+def test_every_ensemble_member_undoes_its_permutations() -> None:
     """With a model that does not look at orders all members with values agree, and all with ranks."""
     context, labels, queries = table(4)
     by_member = [
@@ -169,7 +169,7 @@ def slow_predict(model: Smooth, context: Tensor, labels: Tensor, queries: Tensor
     return total
 
 
-def test_the_ensemble_is_the_mean_of_its_members() -> None:
+def test_an_ensemble_is_the_mean_of_its_members() -> None:
     context, labels, queries = table(3, num_rows=30, num_queries=6)
     context[::4, 1] = queries[::2, 2] = torch.nan
     found = predict(Smooth(), context, labels, queries, 3)
@@ -178,7 +178,7 @@ def test_the_ensemble_is_the_mean_of_its_members() -> None:
 
 @pytest.mark.parametrize("num_classes", [3, 26])
 @pytest.mark.parametrize("max_cells", [1, 3000, 30_000, 10**9])
-def test_memory_bounds_change_nothing(num_classes, max_cells) -> None:
+def test_memory_bounds_do_not_change_results(num_classes, max_cells) -> None:
     context, labels, queries = table(num_classes)
     model = Smooth()
     whole = predict(Smooth(), context, labels, queries, num_classes, max_cells=2**20)
@@ -190,7 +190,7 @@ def test_memory_bounds_change_nothing(num_classes, max_cells) -> None:
         assert num_problems * (num_rows + num_queries) * 6 <= max_cells or (num_problems == 1 and num_queries <= 100)
 
 
-def test_it_is_a_function_of_its_arguments_and_the_seed_matters() -> None:
+def test_predictions_depend_only_on_arguments_and_seed() -> None:
     context, labels, queries = table(12)
     first, again, other = (predict(Smooth(), context, labels, queries, 12, seed=seed) for seed in (5, 5, 6))
     assert torch.equal(first, again) and not torch.equal(first, other)
@@ -198,7 +198,7 @@ def test_it_is_a_function_of_its_arguments_and_the_seed_matters() -> None:
     torch.testing.assert_close(first.sum(1), torch.ones(len(queries), dtype=torch.float64))
 
 
-def test_members_shift_the_classes() -> None:
+def test_ensemble_members_permute_the_classes() -> None:
     views = module._views(np.arange(5), 4, 10, 10, 0, 1024)
     codes = np.stack([view.labels for view in views])
     for square in (codes[:5], codes[5:]):
@@ -206,7 +206,7 @@ def test_members_shift_the_classes() -> None:
         assert ((np.diff(square, axis=1) - 1) % 5 == 0).all()
 
 
-def test_columns_stand_in_each_place_once() -> None:
+def test_each_column_occurs_once_in_each_position() -> None:
     orders = np.stack([module._latin_order(7, member, seed=0) for member in range(14)])
     for square in (orders[:7], orders[7:]):
         assert all(sorted(line) == list(range(7)) for line in (*square, *square.T))
@@ -215,7 +215,7 @@ def test_columns_stand_in_each_place_once() -> None:
     assert len(neighbours) > 14  # a square of shifted rows has 7
 
 
-def test_more_rows_than_fit_are_sampled_by_class_and_by_member() -> None:
+def test_too_many_rows_are_sampled_by_class_and_member() -> None:
     labels = np.repeat([0, 1, 2], [900, 98, 2])
     views = module._views(labels, 3, 10, 4, 0, 100)
     samples = {tuple(view.rows.tolist()) for view in views}
@@ -229,7 +229,7 @@ def test_more_rows_than_fit_are_sampled_by_class_and_by_member() -> None:
     assert found[0, 0] == pytest.approx(0.9, abs=0.02)
 
 
-def test_nodes_below_the_first_see_all_rows_of_their_classes_that_fit() -> None:
+def test_lower_nodes_use_all_fitting_rows_of_their_classes() -> None:
     views = module._views(np.arange(2000) % 20, 3, 10, 1, 0, 1000)
     assert [len(view.rows) for view in views] == [1000, 1000, 1000]
     assert {len(set(labels)) for view in views for labels in [view.labels.tolist()]} == {2, 10}
@@ -243,7 +243,7 @@ def test_few_queries(num_queries) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_the_dtype_is_that_of_the_model() -> None:
+def test_the_dtype_follows_the_model() -> None:
     context, labels, queries = table(3)
     low = predict(Smooth(), context.float(), labels, queries.float(), 3)
     torch.testing.assert_close(low, predict(Smooth(), context, labels, queries, 3), rtol=0, atol=1e-5)

@@ -111,6 +111,6 @@ def test_rotated_products_depend_only_on_the_distance():
     assert (products[0] - products[3]).abs() > 1e-3
 
 
-def test_block_begins_as_the_identity():
+def test_a_block_starts_as_the_identity():
     block, x = TransformerBlock(8, 2), torch.randn(2, 3, 8)
     assert torch.equal(block(x, x, None), x)

@@ -10,7 +10,7 @@ from data.tabular.prior.randomness import TableRandom
 GRID = np.linspace(-REACH, REACH, NUM_CELLS + 1)
 
 
-def test_functions_are_standardised_and_differ():
+def test_random_functions_are_standardised_and_differ():
     functions = draw_activations(TableRandom(0, np.arange(200), 0), 3).double()
     assert functions.shape == (200, 3, NUM_CELLS + 1) and functions.isfinite().all()
     density = torch.tensor(np.exp(-(GRID**2) / 2) / np.exp(-(GRID**2) / 2).sum())
@@ -28,7 +28,7 @@ def test_functions_do_not_depend_on_the_batch():
         assert torch.equal(draw_activations(TableRandom(0, np.array([i]), 0), 3)[0], together[i])
 
 
-def test_kinds_are_smooth_and_steep():
+def test_activations_are_smooth_or_steep():
     """Straight lines, jumps and wiggles all occur often."""
     functions = draw_activations(TableRandom(0, np.arange(400), 0), 1)[:, 0]
     steps = functions.diff(dim=1)

@@ -41,7 +41,7 @@ def test_shares_follow_the_settings(random, units):
     assert rates.min() == 0 and rates.max() == 1
 
 
-def test_same_settings_same_columns(units):
+def test_equal_settings_give_equal_columns(units):
     drawn = [draw_columns(TableRandom(0, np.arange(NUM_TABLES), 0), PriorSettings(), units) for _ in range(2)]
     assert torch.equal(drawn[0].nan_to_num(-9.0), drawn[1].nan_to_num(-9.0))
 
@@ -74,7 +74,7 @@ def test_categories_are_intervals_in_some_order(random, units):
     assert 0.3 < num_ordered / len(num_levels) < 0.6  # codes of few levels are in order by chance too
 
 
-def test_rolled_columns_keep_their_values_and_tell_nothing(random, units):
+def test_shuffled_columns_keep_their_values_without_information(random, units):
     rolled = _rolled(random, units)
     assert torch.equal(rolled.sort(2).values, units.sort(2).values)
     assert (rolled != units).any(2).all()
@@ -82,7 +82,7 @@ def test_rolled_columns_keep_their_values_and_tell_nothing(random, units):
     assert abs(correlation.mean()) < 0.02 and correlation.std() < 2 / NUM_ROWS**0.5
 
 
-def test_gaps_may_depend_on_the_value(random, units):
+def test_missingness_may_depend_on_the_value(random, units):
     gaps = _missing(random, units, torch.ones(NUM_TABLES, NUM_FEATURES, 1, dtype=torch.bool), 1)
     assert gaps.float().mean(2).max() < 0.9
     x = standardise(units)

@@ -32,7 +32,7 @@ def test_units_are_finite_and_standardised(num_columns, num_rows):
         assert np.median(deviation) > 0.95 and deviation.max() < 1.01 and np.abs(units).max() <= 20
 
 
-def test_a_graph_is_a_function_of_seed_number_and_attempt():
+def test_a_causal_graph_depends_only_on_seed_number_and_attempt():
     first = draw_graph(3, 5, 1, 4, 10, 64)
     np.testing.assert_array_equal(draw_graph(3, 5, 1, 4, 10, 64), first)
     for key in ((4, 5, 1), (3, 6, 1), (3, 5, 2), (-3, 5, 1)):
@@ -73,7 +73,7 @@ def test_equal_rows_have_equal_values_and_others_differ(function):
     assert np.isfinite(function(habits(), np.zeros((8, 1), np.float32), 1)).all()
 
 
-def test_choices_of_one_kind_resemble_each_other():
+def test_random_choices_within_a_table_are_correlated():
     of_tables = np.array([[table.share("a kind") for _ in range(20)] for table in map(habits, range(200))])
     assert of_tables.std(axis=1).mean() < 0.8 * of_tables.std() and 0.3 < of_tables.mean() < 0.7
     integers = [habits(seed).integer("a kind", 2, 5) for seed in range(200)]
@@ -93,7 +93,7 @@ def test_classes_of_drawn_tables_can_be_predicted():
 
 
 @pytest.mark.parametrize("num_classes", [2, 5])
-def test_only_what_columns_tell_can_be_predicted(num_classes):
+def test_only_information_in_columns_can_be_predicted(num_classes):
     random = np.random.default_rng(0)
     found: dict[str, list[bool]] = {"told": [], "by chance": []}
     for seed in range(40):

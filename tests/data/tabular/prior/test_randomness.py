@@ -20,7 +20,7 @@ DRAWS = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-def test_row_depends_on_its_number_alone(name):
+def test_a_row_depends_only_on_its_number(name):
     numbers = np.array([5, 2**40, 0, 17])
     together = TableRandom(3, numbers, 0)
     apart = [TableRandom(3, numbers[i : i + 1], 0) for i in range(4)]
@@ -61,7 +61,7 @@ def test_distributions():
 
 
 @pytest.mark.parametrize("shape", [(3, 64, 128), (20, 4, 96), (32, 32, 208)])
-def test_products_are_each_tables_own(shape):
+def test_each_table_has_its_own_products(shape):
     source = torch.Generator().manual_seed(0)
     a, b = torch.randn(30, *shape[:2], generator=source), torch.randn(30, *shape[1:], generator=source)
     together = products(a, b)

@@ -22,7 +22,7 @@ def test_rows_are_uniform_in_the_logarithm():
     assert rows.min() >= 32 and rows.max() <= 1024 and abs(np.median(rows) - 181) < 20
 
 
-def test_context_has_room_for_all_classes():
+def test_the_context_has_room_for_all_classes():
     settings = PriorSettings(rows=(32, 32), context_share=(0.05, 0.1))
     assert all(settings.shape(0, group)[0] == 10 for group in range(20))
 
@@ -31,6 +31,6 @@ def test_context_has_room_for_all_classes():
     "wrong",
     [{"rows": (8, 8)}, {"rows": (64, 32)}, {"features": (0, 3)}, {"classes": 11}, {"context_share": (0.5, 1.0)}],
 )
-def test_impossible_settings(wrong):
+def test_impossible_settings_raise(wrong):
     with pytest.raises(AssertionError):
         PriorSettings(**wrong)

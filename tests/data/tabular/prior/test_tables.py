@@ -39,7 +39,7 @@ def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize(("version", "num_threads"), [(1, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize("shape", [(40, 24, 3), (65, 38, 11), (300, 77, 40)])
-def test_table_does_not_depend_on_its_batch(shape, version, num_threads):
+def test_a_table_does_not_depend_on_its_batch(shape, version, num_threads):
     numbers, settings = np.arange(100, 124), replace(SETTINGS, version=version)
     alone = [draw_tables(settings, 3, numbers[i : i + 1], shape) for i in range(len(numbers))]
     torch.set_num_threads(num_threads)
@@ -51,7 +51,7 @@ def test_table_does_not_depend_on_its_batch(shape, version, num_threads):
             assert_same(table(batch, i), table(alone[number], 0))
 
 
-def test_table_does_not_depend_on_the_order_of_a_batch_of_several_shapes():
+def test_a_table_does_not_depend_on_the_order_of_its_batch():
     tables = PriorTables(SETTINGS, 0, 40, fresh_each_epoch=False)
     whole = take(tables, np.arange(40))
     order = np.random.default_rng(1).permutation(40)
@@ -72,7 +72,7 @@ def test_padding_is_at_the_end_and_neutral():
         assert not np.any(is_query[1:] & ~is_query[:-1])
 
 
-def test_tables_of_a_group_fill_a_batch():
+def test_a_group_of_tables_fills_a_batch():
     batch = take(PriorTables(SETTINGS, 0, 40), np.arange(8, 12))
     assert (batch["num_context"] == batch["context"].shape[1]).all()
     assert (batch["num_features"] == batch["context"].shape[2]).all()
@@ -175,7 +175,7 @@ def test_a_table_of_one_class_is_drawn_again(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 4, 6])
-def test_no_batch_of_neighbours_is_larger(count):
+def test_batches_of_similar_lengths_are_bounded(count):
     tables = PriorTables(SETTINGS, 3, 40, fresh_each_epoch=True)
     for epoch in (0, 2):
         sizes = [cells(take(tables, np.arange(start, start + count), epoch)) for start in range(40 - count + 1)]

@@ -17,7 +17,7 @@ def drawn(most: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("most", [2, 3, 10])
-def test_labels_are_dense(most):
+def test_labels_are_consecutive_integers(most):
     _, labels, num_classes = drawn(most)
     for row, num in zip(labels, num_classes, strict=True):
         assert set(row.tolist()) == set(range(int(num)))
@@ -26,7 +26,7 @@ def test_labels_are_dense(most):
     assert counts[2] >= 0.45 * NUM_TABLES
 
 
-def test_classes_are_rare_and_equal():
+def test_some_tables_have_rare_and_others_equal_classes():
     _, labels, num_classes = drawn(10)
     two = labels[num_classes == 2].float().mean(1)
     rarer = torch.minimum(two, 1 - two)
@@ -43,7 +43,7 @@ def test_classes_are_intervals_of_the_first_unit_or_depend_on_others():
 
 
 @pytest.mark.parametrize("most", [2, 10])
-def test_every_class_is_in_front(most):
+def test_every_class_occurs_in_the_context(most):
     _, labels, num_classes = drawn(most)
     order = row_order(TableRandom(1, np.arange(NUM_TABLES), 0), labels, most)
     assert torch.equal(order.sort(1).values, torch.arange(NUM_ROWS).expand(order.shape))

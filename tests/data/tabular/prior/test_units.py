@@ -44,7 +44,7 @@ def drawn_blocks(structure: Structure, num_features: int, noise_std: float = 0.1
 
 
 @pytest.mark.parametrize("num_features", [1, 3, 9, 22, 50])
-def test_structures_are_possible(num_features):
+def test_sampled_structures_are_valid(num_features):
     structure, width = structures(300, num_features, 0.3), width_of(num_features)
     assert (structure.num_units >= 1).all() and (structure.num_units <= width).all()
     assert (structure.num_causes >= 1).all() and (structure.num_causes <= most_causes(num_features)).all()
@@ -61,7 +61,7 @@ def test_structures_are_possible(num_features):
             assert min(class_units) >= depth * width
 
 
-def test_kinds_occur_in_their_shares():
+def test_kinds_of_functions_occur_in_their_shares():
     is_tree, depth = draw_kinds(0, np.arange(4000), 0, 0.3)
     assert abs(is_tree.mean() - 0.3) < 0.03
     assert set(depth[~is_tree]) == set(range(1, NUM_LAYERS + 1)) and set(depth[is_tree]) == set(
@@ -72,7 +72,7 @@ def test_kinds_occur_in_their_shares():
     assert (structure.depth[:-1] >= structure.depth[1:]).all()
 
 
-def test_weights_join_real_units_and_have_length_one():
+def test_connection_weights_join_real_units_and_have_length_one():
     structure = structures(40, 9, 0.0)
     weights = _weights(random(), structure, width_of(9))
     for i in range(40):
@@ -86,7 +86,7 @@ def test_weights_join_real_units_and_have_length_one():
     assert zeros.min() < 0.7 and zeros.max() > 0.9 and zeros.unique().numel() > 30
 
 
-def test_network_equals_a_slow_one():
+def test_the_network_equals_a_slow_reference():
     structure = structures(40, 9, 0.0)
     blocks, noise = drawn_blocks(structure, 9)
     _add_network(random(), structure, blocks, noise)
@@ -107,7 +107,7 @@ def test_network_equals_a_slow_one():
             assert np.median(difference) < 1e-5 and difference.max() < 0.05
 
 
-def test_trees_are_functions_of_few_questions():
+def test_random_trees_depend_on_few_features():
     structure = structures(40, 9, 1.0)
     blocks, noise = drawn_blocks(structure, 9, noise_std=0.0)
     blocks[..., 24:] = blocks[..., :24]  # each row twice
