@@ -4,7 +4,7 @@ import torch
 
 from tests.conftest import ROOT
 from tests.gpu.runs import run
-from tests.gpu.test_workloads_are_captured import settings_of
+from tests.gpu.test_workloads import settings_of
 from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 from trainer.loop import evaluate
 from trainer.loop.totals import MOST_IN_FLIGHT, PerSampleOutputs
