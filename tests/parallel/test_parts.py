@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.conftest import ROOT, cut_back, load, read_metrics, results_of
+from tests.helpers import forks
 from tests.helpers.forks import folder_of_world, main_of_rank
 from tests.helpers.parted_task import Parted, PartedFlags
 from trainer.commands.build import set_up_torch
@@ -386,3 +387,13 @@ def test_a_run_may_resume_with_and_without_shards(run_here, tmp_path):
         losses += [record["train/loss"] for record in read_metrics(place, "epoch")]
     assert len(losses) == 4
     assert losses == pytest.approx([losses[0]] * 4, rel=1e-2)
+
+
+def test_a_rank_without_samples_updates_under_fp16(run_here, environment, tmp_path):
+    argv = [*CASES["one phase"], "--num-train", 1, "--epochs", 2, "--batch-size", 1, "--parts", 2, "--amp", "fp16"]
+    run_here(*argv, "--device", "cpu", "--save-dir", tmp_path / "one")
+    two, out = ["--multi-gpu", "ddp", *argv, "--device", "cpu", "--save-dir", tmp_path / "two"], tmp_path / "out.txt"
+    assert forks.run_group(two, 2, environment, out) == [0, 0], out.read_text()
+    one, two = (load(tmp_path / name / "final.pth") for name in ("one", "two"))
+    assert all(torch.equal(value, two["model"][name]) for name, value in one["model"].items())
+    assert one["scaler"] == two["scaler"]

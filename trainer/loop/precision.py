@@ -49,6 +49,7 @@ class Precision:
         self._knows_at_once = queue_of(device).lag == 0
         """Whether the host can read a tensor without waiting for the device."""
         self.scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
+        self.scaler.scale(torch.zeros((), device=device))  # creates its tensors, for steps without an own sample
 
     def __str__(self) -> str:
         parameters = str(self.dtype).removeprefix("torch.")
