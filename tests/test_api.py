@@ -444,7 +444,7 @@ def test_values_of_the_task_flag():
 
     assert name_of(HarTask) == "har"
     assert name_of(Actor) == f"{__file__}:Actor"
-    assert name_of(Weighted).startswith(f"{__file__}:test_names")
+    assert name_of(Weighted).startswith(f"{__file__}:test_values_of_the_task_flag")
     Weighted.__module__, Weighted.__qualname__ = "nowhere", "Weighted"
     assert name_of(Weighted) == "__main__:Weighted"
     assert is_same_task("__main__:Weighted", WEIGHTED) and is_same_task(WEIGHTED, "__main__:Weighted")

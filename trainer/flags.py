@@ -476,7 +476,9 @@ class MultiDeviceFlags(FlagGroup):
         found = []
         num_gpus = torch.cuda.device_count()
         if self.multi_gpu is None:
-            found.append("--multi-gpu: needs a value: dp, ddp or fsdp; to train on one device, run main.py")
+            given = [flag_name(field.name) for field in fields(self) if getattr(self, field.name) != field.default]
+            advice = f"leave {', '.join(given)} out" if given else "run main.py"
+            found.append(f"--multi-gpu: needs a value: dp, ddp or fsdp; to train on one device, {advice}")
         if self.gpu_ids is not None:
             shown = f"--gpu-ids {','.join(map(str, self.gpu_ids))}"
             absent = [i for i in self.gpu_ids if not 0 <= i < num_gpus]

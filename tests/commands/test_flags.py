@@ -104,7 +104,8 @@ def test_errors_of_a_command_line_are_shown_together(args, parts, refused, tmp_p
 @pytest.mark.parametrize(
     ("args", "parts"),
     [
-        ("", ["--multi-gpu: needs a value: dp, ddp or fsdp"]),
+        ("", ["--multi-gpu: needs a value: dp, ddp or fsdp; to train on one device, run main.py"]),
+        ("--lockstep-every 5 --nproc 2", ["to train on one device, leave --nproc, --lockstep-every out"]),
         ("--multi-gpu dp --gpu-ids 0,9", ["--gpu-ids 0,9: there is no GPU"]),
         ("--multi-gpu dp --nproc 2", ["--nproc 2: --multi-gpu dp does not use it"]),
         ("--multi-gpu ddp --nproc 0 --batch-size 0", ["--nproc 0: must be at least 1", "--batch-size 0: must be"]),

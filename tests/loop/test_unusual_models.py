@@ -185,12 +185,12 @@ def test_unweighted_samples_have_equal_losses_in_any_split(run_here, command, tm
         assert other["metrics"] == pytest.approx(whole["metrics"], rel=1e-12)
 
 
-@pytest.mark.parametrize("weight", ["labelled * np.nan", "-labelled"])
+@pytest.mark.parametrize("weight", ["labelled * np.nan", "-labelled", "labelled * 9 - 1"])
 def test_invalid_numbers_of_loss_terms_are_refused(weight, refused, tmp_path):
     file = tmp_path / f"semi_{len(weight)}.py"
     file.write_text(SEMI.replace("WEIGHT(labelled)", weight))
     refused(
-        ["batch['weight'] must be finite and non-negative "],
+        ["batch['weight'] must be finite and non-negative, but a sample has "],
         "--task",
         f"{file}:Semi",
         *RUN[2:],

@@ -26,11 +26,12 @@ class WeightedBatch(NamedTuple):
 
 
 def weighted(batch: Batch, is_placeholder: bool = False) -> WeightedBatch:
-    """Returns a WeightedBatch with the samples' total weight. Raises UserError for a negative or non-finite sum."""
+    """Returns a WeightedBatch with the samples' total weight. Raises UserError for a negative or non-finite weight."""
     of_samples = batch["weight"].tolist()
-    weight = math.fsum(of_samples)
-    if not 0 <= weight < math.inf:
-        raise UserError(f"batch['weight'] must be finite and non-negative (its sum is {weight})")
+    weight = math.fsum(of_samples) if min(of_samples, default=0.0) >= 0 else math.nan
+    if not weight < math.inf:
+        wrong = next(each for each in of_samples if not 0 <= each < math.inf)
+        raise UserError(f"batch['weight'] must be finite and non-negative, but a sample has {wrong}")
     return WeightedBatch(batch, weight, 0 if is_placeholder else len(of_samples))
 
 
