@@ -43,6 +43,11 @@ ON_ROWS = (
     "needs a task with `joint_loss`, as docs/own_task.md shows"
 )
 
+JOINT_MONITOR = (
+    "val/loss is the sum of the joint losses of single evaluation batches, so the best epoch depends on "
+    "--eval-batch-size and the number of processes; let the task's `monitor` name another metric."
+)
+
 NUM_ROWS, MORE_IN_HALVES, LESS_TWICE = 16, 1.25, 1.6
 """Number of samples and two factors for checking a joint loss. The loss looks like a mean if the losses of two halves
 together exceed the first factor times the loss, and duplicating all samples multiplies it by less than the second."""
@@ -69,6 +74,8 @@ def check_sums(
         remarks += _of_mode(where, learner, strategy, batches, clock, phase)
     splits = task.splits()
     split = next(iter([*validation_sets(splits), "test"]))
+    if split != "test" and objective.is_joint and task.monitor[0] == "val/loss":
+        remarks.append(JOINT_MONITOR)
     if split in splits and not objective.is_joint:
         batches = _batches(splits[split], task.collate, min(NUM_SAMPLES, len(splits[split])), 0, strategy)
         remarks += _of_mode(forward_name(objective, None), learner, strategy, batches, clock, None)
