@@ -1,4 +1,4 @@
-"""Settings from files: which layer counts, what is refused, and that a file repeats a run to the bit."""
+"""Settings from files: which layer has priority, what is refused, and that a file repeats a run bit-identically."""
 
 import json
 import shlex
@@ -79,7 +79,7 @@ def without_files(flags: Flags) -> Flags:
     return replace(flags, files=None)
 
 
-# --- which layer counts ------------------------------------------------------------------------------------------
+# --- which layer has priority ------------------------------------------------------------------------------------
 
 
 def test_the_command_line_overrides_files_and_files_override_the_task(write):
@@ -139,7 +139,7 @@ def test_a_setting_displaces_what_it_excludes_in_lower_layers(lower, higher, exp
         assert found == expected
 
 
-def test_flags_of_a_task_displace_each_other_and_are_refused_where_they_exclude_each_other(write, monkeypatch):
+def test_exclusive_flags_of_a_task_displace_lower_layers_and_are_refused_together(write, monkeypatch):
     @dataclass
     class MarkedFlags(WeightedFlags):
         """Task: marks"""
@@ -251,7 +251,9 @@ def test_errors_in_a_file_name_file_and_key(text, messages, write):
         ("bad.json", b'{"config": {"--lr": null}}', "lr = null: must be a number"),
     ],
 )
-def test_wrong_files_are_refused_in_one_sentence(name, content, message, refused, tmp_path):
+def test_an_unreadable_config_file_is_refused_in_one_sentence_and_writes_nothing(
+    name, content, message, refused, tmp_path
+):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     before = contents(tmp_path)
@@ -296,7 +298,7 @@ def test_a_run_on_several_devices_is_not_repeated_on_one(tmp_path, write):
     assert not names_several_devices(["--config", alone])
 
 
-# --- records of others -------------------------------------------------------------------------------------------
+# --- records of other users --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -313,8 +315,7 @@ def test_a_run_on_several_devices_is_not_repeated_on_one(tmp_path, write):
         ("--prior-only", "{tmp}/precious.npz", "--prior-only {tmp}/precious.npz, which names a file"),
     ],
 )
-def test_a_run_record_sets_neither_code_nor_output_files(name, value, use, write, refused, tmp_path):
-    """Whoever made it; a TOML that is named by --config is the user's own, and may."""
+def test_a_run_record_sets_neither_code_nor_files_but_a_toml_file_may(name, value, use, write, refused, tmp_path):
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'created')!r}, 'x')\n")
     (tmp_path / "precious").write_text("precious")
     text = json.dumps(value).replace("{tmp}", str(tmp_path))
@@ -330,8 +331,7 @@ def test_a_run_record_sets_neither_code_nor_output_files(name, value, use, write
     (tmp_path / "created").unlink(missing_ok=True)
 
 
-def test_every_file_flag_states_how_records_are_treated(monkeypatch):
-    """These are read alone, or are the cache's."""
+def test_a_record_sets_only_file_flags_that_are_read_or_the_cache(monkeypatch):
     monkeypatch.undo()
     groups = [*TRAINER_GROUPS, StepFlags, ScalingFlags, BatchSizeFlags]
     groups += [find_task(name).Config for name in TASKS]
@@ -353,7 +353,7 @@ def test_flags_added_by_the_user_override_a_record(write, tmp_path):
     assert read("--config", record, *added[:2], "--eval-only").checkpoint.init_from is None
 
 
-def test_the_profiler_writes_to_the_given_folder(write, tmp_path):
+def test_the_profiler_takes_no_output_file_from_a_record(write, tmp_path):
     for command, name in ((StepFlags, "--json"), (StepFlags, "--trace"), (ScalingFlags, "--board")):
         record = write(json.dumps({"config": {"--task": "har", name: str(tmp_path / "x")}}), "config.json")
         flags, problems = parse(["--config", record], False, command)
@@ -363,11 +363,11 @@ def test_the_profiler_writes_to_the_given_folder(write, tmp_path):
         assert getattr(flags.tool, name[2:]) is None
 
 
-# --- runs repeated -----------------------------------------------------------------------------------------------
+# --- repeated runs -----------------------------------------------------------------------------------------------
 
 
 def test_a_run_is_repeated_from_config_json_and_printed_settings(train, cli, write, tmp_path):
-    """With everything that a command line can ask for; only where and how it was started is not repeated."""
+    """Everything is repeated except --save-dir and --fresh."""
     more = ["--dropout", 0.25, "--seed", 3, "--ema-decay", 0.5, "--warmup-steps", 2, "--no-test", "--drop-last"]
     train(tmp_path / "first", *more, "--batch-size", 5, "--fresh")
     record = tmp_path / "first" / "config.json"
@@ -384,7 +384,7 @@ def test_a_run_is_repeated_from_config_json_and_printed_settings(train, cli, wri
         assert_same_bits(first, load(tmp_path / "other" / "final.pth"))
 
 
-def test_a_run_resumed_from_a_file_is_repeated_from_that_file(train, cli, refused, tmp_path):
+def test_the_record_of_a_resumed_run_repeats_it_if_resume_from_is_given_again(train, cli, refused, tmp_path):
     train(tmp_path / "source", "--epochs", 2)
     train(tmp_path / "run", "--epochs", 3, "--resume-from", tmp_path / "source" / "checkpoint_2.pth")
     record, source = tmp_path / "run" / "config.json", tmp_path / "source" / "checkpoint_2.pth"
@@ -398,7 +398,7 @@ def test_a_run_resumed_from_a_file_is_repeated_from_that_file(train, cli, refuse
     assert out == cli("--config", record, "--save-dir", tmp_path / "again", "--eval-only")[1].replace("again", "run")
 
 
-def test_a_group_that_restarts_itself_resumes(write, cli, monkeypatch):
+def test_a_group_that_restarts_itself_drops_fresh(write, cli, monkeypatch):
     asked = []
     monkeypatch.setattr("trainer.cli.launch", lambda *starts: asked.extend(starts) or 0)
     argv = ["--config", write("fresh = true\nmulti-gpu = 'ddp'\nnproc = 2"), "--task", WEIGHTED, "--device", "cpu"]
@@ -423,7 +423,7 @@ def test_two_processes_repeat_a_run(command, write, tmp_path):
 
 
 @pytest.mark.slow
-def test_several_runs_read_config_files_again(train, cli, write, tmp_path):
+def test_each_of_several_runs_reads_the_config_file(train, cli, write, tmp_path):
     train(tmp_path / "alone", "--seed", 1)
     assert cli("--config", write(TINY_AS_TOML + "\nseeds = 2"), "--save-dir", tmp_path / "both")[0] == 0
     assert_same_bits(load(tmp_path / "alone" / "final.pth"), load(tmp_path / "both" / "seed-1" / "final.pth"))

@@ -1,4 +1,4 @@
-"""`--export`: the program answers as the trained model does, without this project; or nothing is written."""
+"""`--export` writes a program that computes what the trained model computes, without this project."""
 
 import subprocess
 import sys
@@ -70,8 +70,8 @@ def own_run(on_cpu, tmp_path):
     sys.modules.pop("own_tasks", None)
 
 
-def test_the_page_runs(on_cpu, tmp_path, monkeypatch):
-    """Its commands, its code without the project, and what the program answers."""
+def test_the_exported_program_of_the_page_equals_the_model(on_cpu, tmp_path, monkeypatch):
+    """The test runs the commands of docs/exporting.md, and its code in a process without this project."""
     monkeypatch.chdir(ROOT)
     commands, load_it, about, shown, _ = code_blocks((ROOT / "docs" / "exporting.md").read_text())
     for _, arguments in commands_in(commands):
@@ -107,7 +107,7 @@ def test_a_failed_export_writes_nothing(own_run, on_cpu, tmp_path, name, reason)
     assert not list(tmp_path.glob("own.pt2*"))
 
 
-def test_values_that_cannot_be_written_are_refused(refused, tmp_path):
+def test_invalid_values_and_combinations_of_export_are_refused(refused, tmp_path):
     refused(["must end in .pt2 (torch.onnx.export converts a .pt2 file to .onnx)"], "--export", tmp_path / "model.onnx")
     refused([f"there is no folder {tmp_path / 'none'}"], "--export", tmp_path / "none" / "model.pt2")
     (tmp_path / "model.pt2").mkdir()

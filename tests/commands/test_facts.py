@@ -1,4 +1,4 @@
-"""What a checkpoint records of the code and the data of a run, and what a later start makes of it."""
+"""What a checkpoint records of the code and the data of a run, and how a later start uses it."""
 
 import hashlib
 import json
@@ -103,8 +103,7 @@ def test_changed_facts_are_reported_if_both_are_known(then, now, changes):
     assert code_changes(ONE | then, ONE | now) == changes
 
 
-def test_a_resume_reports_changed_code(train, cli, tmp_path, monkeypatch):
-    """And of a task's file that was edited."""
+def test_a_resume_reports_changed_code_and_an_edited_task_file(train, cli, tmp_path, monkeypatch):
     file = shutil.copy(WEIGHTED.rpartition(":")[0], tmp_path / "edited_task.py")
     monkeypatch.setattr(facts, "read_git", lambda folder: ("1" * 40, False))
     own = ["--task", f"{file}:Weighted"]

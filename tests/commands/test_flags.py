@@ -122,7 +122,7 @@ def test_errors_of_a_command_line_are_shown_together(args, parts, refused, tmp_p
         ("--multi-gpu ddp --local-rank 0", ["--local-rank 0: RANK and WORLD_SIZE are not set"]),
     ],
 )
-def test_errors_about_several_devices(args, parts, refused, tmp_path):
+def test_wrong_flags_for_several_devices_are_refused_and_write_nothing(args, parts, refused, tmp_path):
     refused(parts, *TINY, "--save-dir", tmp_path / "run", *args.split(), several_devices=True)
     assert not contents(tmp_path)
 
@@ -136,7 +136,7 @@ def test_gpu_features_are_refused_on_the_cpu(refused, monkeypatch, tmp_path):
 
 
 def test_a_missing_home_is_an_error_only_if_something_is_cached(train, monkeypatch, tmp_path):
-    """As in a container that is started with an id that its system does not know."""
+    """A container may run with a user id that its system does not know."""
 
     def unknown(uid):
         raise KeyError(uid)
@@ -205,7 +205,7 @@ def test_recorded_values_reproduce_the_flags(argv):
 
 
 def test_length_and_interval_flags_displace_each_other():
-    """What is not given, the task says, and else the trainer."""
+    """The task, or else the trainer, supplies a length and an interval that are not given."""
 
     def recorded(*argv):
         values = parse(argv, several_devices=False)[0].values()

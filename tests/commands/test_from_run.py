@@ -1,4 +1,4 @@
-"""What a run decides that a command line goes on with or uses: its task, that task's flags, and the seed."""
+"""A command that resumes or uses a run takes the task, the task's flags and the seed from it."""
 
 import json
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ LEXICON = ["--task", f"{ROOT / 'tests' / 'helpers' / 'lexicon_task.py'}:Lexicon"
 
 
 class Digested(Weighted):
-    """Of data that change while their number stays."""
+    """A task whose data may change while their number stays the same."""
 
     digest: ClassVar = "first"
 
@@ -44,7 +44,7 @@ def own_tasks(monkeypatch):
 
 @pytest.fixture
 def weighted(train, tmp_path):
-    """A run with flags of its own, whose name of the task comes with the trainer."""
+    """A run of a registered task, with task flags that are not the defaults."""
     train(tmp_path / "run", "--task", "weighted", "--width", 5, "--seed", 3)
     return tmp_path / "run"
 
@@ -77,7 +77,7 @@ def test_scoring_and_resuming_need_no_task_flags(weighted, cli):
     assert load(weighted / "final.pth")["config"]["--width"] == 5
 
 
-def test_every_command_uses_one_mechanism(weighted, tmp_path):
+def test_every_command_takes_flags_from_the_run(weighted, tmp_path):
     told = [f"From the run in {weighted}: --task weighted, --seed 3, --num-train 24, --width 5"]
     for more in ([], ["--eval-only"], ["--predict", tmp_path], ["--export", tmp_path / "x.pt2"]):
         assert remarks("--save-dir", weighted, *more) == told
@@ -98,7 +98,7 @@ def test_given_flags_override_the_run_from_command_line_or_file(weighted, tmp_pa
     assert remarks("--save-dir", weighted, *TINY[2:], "--task", "weighted", "--width", 5, "--seed", 3) == []
 
 
-def test_the_profiler_takes_the_flags_of_the_command_line(weighted):
+def test_a_run_does_not_set_learning_rate_epochs_or_batch_size(weighted):
     flags = read("--save-dir", weighted)
     assert (flags.learning.lr, flags.run.epochs, flags.batch.batch_size) == (0.001, 20, 32)
 
@@ -109,7 +109,7 @@ def test_a_run_record_prints_no_terminal_escapes():
     assert line == "From the run in run: --file '\\x1b[2J'"
 
 
-def test_a_new_run_takes_over_nothing(weighted, tmp_path):
+def test_a_new_run_takes_no_flags_from_an_old_run(weighted, tmp_path):
     best = weighted / "best.pth"
     for argv in (
         ["--save-dir", weighted, "--fresh"],
@@ -128,7 +128,7 @@ def test_a_run_of_another_task_sets_no_flags(weighted, refused, monkeypatch, tmp
     assert remarks("--task", "digested", "--save-dir", weighted) == []
     refused(["--task digested: the checkpoint is from --task weighted"], "--task", "digested", "--save-dir", weighted)
     (tmp_path / "checkpoints").mkdir()
-    weighted.rename(tmp_path / "checkpoints" / "har")  # where a run of the default task is looked for
+    weighted.rename(tmp_path / "checkpoints" / "har")  # the default folder of the default task
     monkeypatch.chdir(tmp_path)
     assert read().run.task == "har" and remarks() == []
 
@@ -165,7 +165,7 @@ def test_a_run_without_a_checkpoint_sets_no_flags(weighted):
 
 
 class Excluding(Weighted):
-    """With flags that exclude each other."""
+    """A task with two flags that exclude each other."""
 
     @dataclass
     class Config(WeightedFlags):
@@ -184,7 +184,7 @@ def test_a_conflict_with_the_command_line_names_the_run(train, refused, tmp_path
     assert parse(["--save-dir", str(tmp_path), "--dropout", "0.5", "--long=false"], False)[1] == []
 
 
-def test_fit_resumes_with_the_data_of_the_run(tmp_path):
+def test_fit_resumes_with_the_flags_of_the_run(tmp_path):
     settings = {"save_dir": tmp_path / "run", "batch_size": 8, "num_threads": 1}
     fit(Weighted, epochs=1, num_train=24, width=5, seed=3, **settings)
     _, run = fit(Weighted, epochs=2, **settings)
@@ -216,7 +216,7 @@ def test_files_of_the_run_are_found_from_another_folder(more, lexicon, cli, tmp_
 
 
 class Reading(Weighted):
-    """With a file."""
+    """A task that reads a file."""
 
     @dataclass
     class Config(WeightedFlags):
@@ -256,10 +256,10 @@ def test_an_absolute_path_leads_to_the_same_folder(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "folder" / "within")
     monkeypatch.chdir(tmp_path / "folder")
     assert absolute(Path("../a.csv")) == tmp_path / "a.csv"
-    assert absolute(tmp_path / "link" / ".." / "a.csv") == tmp_path / "link" / ".." / "a.csv"  # of the folder
+    assert absolute(tmp_path / "link" / ".." / "a.csv") == tmp_path / "link" / ".." / "a.csv"  # "..", through the link
 
 
-# --- data that changed --------------------------------------------------------------------------------------------
+# --- changed data -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("change", ["digest", "size"])
@@ -311,7 +311,7 @@ def test_more_seeds_extend_finished_runs(command, tmp_path):
     ],
 )
 def test_records_of_earlier_versions_keep_their_meaning(settings, taken):
-    """It lacks --loss, and has another default of a flag, which most models do not use."""
+    """Such a record lacks --loss, and holds an earlier default of --kg-batch-ratio, which most models do not use."""
     known, settings = options(KgatFlags), settings | {"--kg-batch-ratio": 2.0}
     found = ConfigFile(Path("config.json"), settings, is_record=True).values(known, all_known=True)
     assert found == ({"model": settings["--model"]} | taken, [])

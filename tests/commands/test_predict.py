@@ -1,4 +1,4 @@
-"""`--predict`: a finished run labels new data; where the table goes, and which run it is of."""
+"""`--predict` labels new data with a finished run, and writes a table."""
 
 import csv
 import io
@@ -50,7 +50,7 @@ def windows(cache_dir):
 
 @pytest.fixture
 def label(on_cpu, trained):
-    """The table of a file as rows; nothing but the table is on standard output."""
+    """Returns the table of a file as rows; checks that standard output holds nothing else."""
 
     def run(path, *more, save_dir=trained, of_run=MODEL):
         out, err = on_cpu("--predict", path, "--save-dir", save_dir, "--num-threads", 1, *more)
@@ -71,14 +71,14 @@ def probabilities(rows):
 
 
 def expected_probabilities(checkpoint, windows, dtype=torch.float32):
-    """Bare PyTorch, from the file."""
+    """Probabilities that plain PyTorch computes with the weights of a checkpoint, (windows, classes)."""
     model = Standardised(HarNet("first", hidden_dims=(8,)), num_channels=9).to(dtype).eval()
     model.load_state_dict(load(checkpoint)["model"])
     with torch.no_grad():
         return model(torch.from_numpy(windows).to(dtype)).softmax(dim=1).numpy()
 
 
-# --- what the table says -----------------------------------------------------------------------------------------
+# --- content of the table ----------------------------------------------------------------------------------------
 
 
 def test_the_written_table_equals_the_models_predictions(trained, windows, label, tmp_path):
@@ -108,7 +108,7 @@ def test_predictions_of_a_recording_and_its_windows_agree(windows, label, tmp_pa
 
 
 def test_columns_may_be_in_any_order_among_others(windows, label, tmp_path):
-    """As a spreadsheet writes it: byte-order mark, quotes, CRLF, a text column; and a blank line, and a short rest."""
+    """The file has a byte-order mark, quotes, CRLF, a text column, a blank line, and a rest shorter than a window."""
     rows = np.concatenate([joined(windows), np.zeros((63, 9), np.float32)])
     order = [7, 2, 0, 8, 1, 4, 3, 6, 5]
     lines = [[*(SIGNALS[i] for i in order), "time", "note"]]
@@ -158,7 +158,7 @@ def test_numbers_in_other_units_get_a_warning(trained, windows, on_cpu, tmp_path
     assert "total_acc_z are 9.76 times as large as in training (as m/s² instead of g)" in err[1]
 
 
-# --- which run, and what it needs --------------------------------------------------------------------------------
+# --- the run and its flags ---------------------------------------------------------------------------------------
 
 
 def test_predictions_do_not_need_the_training_data(on_cpu, windows, tmp_path, monkeypatch):
@@ -188,8 +188,7 @@ def test_a_run_without_validation_predicts_with_its_last_weights(on_cpu, label, 
     np.testing.assert_allclose(probabilities(rows), expected, rtol=0, atol=ROUNDING)
 
 
-def test_resume_from_names_one_checkpoint(trained, label, windows, on_cpu, tmp_path):
-    """Of another run, whose directory is gone."""
+def test_resume_from_uses_one_checkpoint_without_the_folder_of_its_run(trained, label, windows, on_cpu, tmp_path):
     path, moved = save_windows(tmp_path / "walk.npy", windows), tmp_path / "moved.pth"
     shutil.copy(trained / "best.pth", moved)
     assert label(path, "--resume-from", moved, save_dir=tmp_path / "none") == label(path)
@@ -215,7 +214,7 @@ def test_the_flags_of_the_run_may_be_repeated_but_not_changed(trained, label, wi
     assert err == [f"error: --task seqrec: {weights} har; leave it out"]
 
 
-# --- where the table goes ----------------------------------------------------------------------------------------
+# --- the file of the table ---------------------------------------------------------------------------------------
 
 
 def test_output_is_a_table_with_the_users_permissions(trained, windows, label, on_cpu, tmp_path):
@@ -237,7 +236,7 @@ def test_output_is_a_table_with_the_users_permissions(trained, windows, label, o
     assert sorted(p.name for p in tmp_path.iterdir()) == ["labels.csv", "link.csv", "walk.npy"]
 
 
-def test_a_disk_that_refuses_writes(tmp_path):
+def test_a_failed_write_is_reported_and_keeps_the_old_table(tmp_path):
     for name in ("x" * 255, "no/such/folder/x"):
         with pytest.raises(UserError, match=r"--output .*: cannot be written: "):
             write_output(tmp_path / name, "a table")
@@ -261,7 +260,7 @@ def test_an_unwritable_folder_is_reported_before_the_work(trained, windows, on_c
 
 @pytest.mark.slow
 def test_a_reader_may_stop_early(trained, windows, environment, tmp_path):
-    """`| head -1`; the table is longer than a pipe holds."""
+    """The reader stops as `head -1` does, and the table is longer than a pipe holds."""
     path = save_windows(tmp_path / "walks.npy", np.tile(windows, (100, 1, 1)))
     argv = [sys.executable, "main.py", "--predict", path, "--save-dir", trained, "--num-threads", "1"]
     done = subprocess.Popen(
@@ -302,10 +301,10 @@ def test_a_folder_of_several_runs_suggests_one_run(trained, windows, on_cpu, tmp
     assert len(err) == 1 and f"contains several runs; choose one, for example --save-dir {trained.parent}/" in err[0]
 
 
-# --- as the documents say ----------------------------------------------------------------------------------------
+# --- the documents, and samples ----------------------------------------------------------------------------------
 
 
-def test_documented_session(label, run_here, tmp_path, monkeypatch):
+def test_the_documented_session_gives_the_documented_rows(label, run_here, tmp_path, monkeypatch):
     document = (ROOT / "docs" / "predicting.md").read_text()
     monkeypatch.chdir(tmp_path)
     assert "\npython main.py --sample walk.csv\n" in document
@@ -325,7 +324,7 @@ def test_documented_session(label, run_here, tmp_path, monkeypatch):
         pytest.param("speech", "meeting.wav", 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_sample_is_what_a_run_labels(task, name, num_lines, run_here, tmp_path):
+def test_a_run_labels_every_line_of_its_sample(task, name, num_lines, run_here, tmp_path):
     here = ("--task", task, "--save-dir", tmp_path / "run", "--num-threads", 1)
     run_here(*here, "--max-steps", 1, "--no-test")
     assert run_here(*here, "--sample", tmp_path / name).out.endswith(f"Wrote {tmp_path / name}.\n")
@@ -357,7 +356,7 @@ def test_a_sample_has_the_columns_and_the_encoding_of_the_run(header, flags, enc
     assert len(out.splitlines()) == 1 + 20 and "left out" not in err
 
 
-def test_a_sample_of_a_table_and_of_its_new_rows(run_here, tmp_path):
+def test_a_sample_may_be_a_table_or_new_rows_of_a_table(run_here, tmp_path):
     table, rows = tmp_path / "train.csv", tmp_path / "new.csv"
     run_here("--task", "tabular", "--sample", table)
     given = ("--task", "tabular", "--data-dir", table, "--label", "y")

@@ -1,4 +1,4 @@
-"""`--predict` with a task of a user's own: it labels its own files, or says that it cannot."""
+"""`--predict` with a user's task labels the task's files, or says that it cannot."""
 
 import os
 import signal
@@ -36,7 +36,7 @@ POINTS = "0.1 0.2\n-0.3 0.4\n0.5 0.5\n0.2 -0.9\n"
 
 @pytest.fixture
 def own_run(on_cpu, tmp_path):
-    """(file of a task of a user's own, the directory of its run, a file to label)"""
+    """(file of a user's task, the directory of its run, a file to label)"""
     task, points = tmp_path / "first_place.py", tmp_path / "points.txt"
     task.write_text(OWN_TASK)
     points.write_text(POINTS)
@@ -70,8 +70,7 @@ def test_a_custom_task_labels_its_files(own_run, on_cpu, tmp_path):
     assert on_cpu("--predict", points, "--save-dir", run, *there, "--num-threads", 1) == (out, err)
 
 
-def test_a_default_is_computed_again(own_run):
-    """By the command line, against what the run was trained with."""
+def test_a_predict_flag_keeps_the_value_of_the_run_unless_it_is_given(own_run):
     task, run, _ = own_run
     trained = find_weights(run, {}, print)
     assert SpiralFlags.hidden_units == 64
@@ -95,7 +94,7 @@ def test_a_task_without_predictions_says_so(on_cpu, cache_dir, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_kill_leaves_no_partial_file(number, own_run, command, tmp_path, monkeypatch):
-    """Between two batches: the file is written when the table is complete."""
+    """The process is killed between two batches; the file is written only when the table is complete."""
     task, run, points = own_run
     output = tmp_path / "labels.csv"
     output.write_text("precious")
@@ -108,7 +107,7 @@ def test_a_kill_leaves_no_partial_file(number, own_run, command, tmp_path, monke
 
 
 def test_a_failure_keeps_existing_files(own_run, on_cpu, tmp_path, monkeypatch):
-    """Between two batches too."""
+    """The failure occurs between two batches."""
     task, run, points = own_run
     output = tmp_path / "labels.csv"
     output.write_text("precious")

@@ -1,4 +1,4 @@
-"""What a task has to say of its data reaches the user, and what it does in place of training is done."""
+"""Remarks of a task about its data reach the user, and a task may do other work instead of training."""
 
 import sys
 
@@ -55,7 +55,7 @@ def test_remarks_are_shown_at_the_start_and_with_predictions(task, on_cpu, tmp_p
     assert err == [f"From the run in {tmp_path / 'run'}: --num-points 64", "One column is not used."]
 
 
-def test_a_run_without_training_does_its_work(task, on_cpu, tmp_path, monkeypatch):
+def test_other_work_of_a_task_replaces_training_and_creates_no_run(task, on_cpu, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     out, _ = on_cpu(*task, "--num-points", 8, "--save-dir", tmp_path / "run")
     assert out == "Wrote points.txt: 8 points.\n"

@@ -1,4 +1,4 @@
-"""Every way to start again: the same command, other flags, another run's file; what does not fit changes nothing."""
+"""A run starts again by the same command, with other flags or from another run's file; a refusal changes nothing."""
 
 import json
 import os
@@ -32,7 +32,7 @@ from trainer.registry import is_same_task
 
 
 def test_a_finished_run_is_reported_and_not_changed(train, tmp_path):
-    """Only train.log notes that somebody asked, and missing links are repaired."""
+    """Only train.log records the new start, and missing links are restored."""
     train(tmp_path)
     before = contents(tmp_path, ("lock", "train.log"))
     out = train(tmp_path)
@@ -47,7 +47,7 @@ def test_a_finished_run_is_reported_and_not_changed(train, tmp_path):
 
 
 def test_numbers_of_numpy_do_not_spoil_checkpoints(train, tmp_path, monkeypatch):
-    """Wherever a task may return one; no file with them could be read."""
+    """A checkpoint that contained a number of numpy could not be loaded."""
 
     class Numpys(Weighted):
         def describe_data(self):
@@ -81,7 +81,7 @@ def test_more_epochs_resume_the_run_and_changed_flags_are_listed(train, tmp_path
 
 
 def test_a_resumed_epoch_keeps_its_samples(train, cli, refused, tmp_path):
-    """What --drop-last leaves out depends on the batch size; the next epoch takes another one."""
+    """What --drop-last leaves out depends on the batch size, which may change only between epochs."""
     tiny = [*TINY[:2], *TINY[4:], "--num-train", 20, "--drop-last", "--save-dir", tmp_path]
     assert cli(*tiny, "--max-steps", 1)[0] == 0
     before = contents(tmp_path, REFUSAL)
@@ -107,8 +107,8 @@ def test_samples_repeated_after_a_batch_size_change_are_reported(cli, tmp_path):
     assert "used twice" not in cli(*argv, "--batch-size", 5, "--max-steps", 4)[1]
 
 
-def test_moments_of_other_parameter_groups_are_refused(cli, refused, tmp_path):
-    """A dense embedding that became a sparse one, and so another optimizer's."""
+def test_a_checkpoint_of_other_optimizers_of_a_phase_is_refused(cli, refused, tmp_path):
+    """A dense embedding has become sparse, so another optimizer trains it."""
     file = ROOT / "tests" / "helpers" / "token_task.py"
     argv = ["--save-dir", tmp_path, "--weight-decay", 0, "--task"]
     assert cli(*argv, f"{file}:Tokens", "--epochs", 1)[0] == 0
@@ -212,16 +212,15 @@ def test_a_changed_global_batch_is_reported(train, tmp_path):
     assert "The global batch changes from 8 to 16 samples." in out
 
 
-def test_init_from_a_run_that_fresh_moves_aside(train, tmp_path):
-    """Starting over from one's own best weights is what these two flags are for."""
+def test_init_from_may_name_weights_of_the_run_that_fresh_moves_aside(train, tmp_path):
     train(tmp_path)
     old = load(tmp_path / "best.pth")
     train(tmp_path, "--fresh", "--init-from", tmp_path / "best.pth", "--lr", 1e-12)
     assert largest_difference(old, load(tmp_path / "final.pth")) < 1e-6
 
 
-def test_after_resume_from_a_run_resumes_from_its_newest_checkpoint(train, tmp_path):
-    """From epoch 1 of another run; later killed before its last epoch was saved."""
+def test_a_run_begun_with_resume_from_resumes_from_its_own_newest_checkpoint(train, tmp_path):
+    """The run begins at epoch 1 of another run, and loses its last checkpoint and its results."""
     train(tmp_path / "source", "--epochs", 3)
     source = tmp_path / "source" / "checkpoint_1.pth"
     args = ["--epochs", 3, "--resume-from", source]
@@ -237,7 +236,7 @@ def test_after_resume_from_a_run_resumes_from_its_newest_checkpoint(train, tmp_p
 
 
 def test_resume_from_applies_once_across_restarts(train, tmp_path, monkeypatch):
-    """Without the flag, with more checkpoints than are kept, and with the same file named in another way."""
+    """Later starts omit the flag, delete old checkpoints, and name the same file by another path."""
     train(tmp_path / "source", "--epochs", 1)
     new, source = tmp_path / "new", tmp_path / "source" / "final.pth"
     train(new, "--epochs", 2, "--resume-from", source, "--keep-checkpoints", 1)
@@ -257,7 +256,7 @@ def test_a_run_may_go_back_twice_to_one_checkpoint(train, tmp_path):
 
 @pytest.mark.parametrize("source", ["checkpoint_1.pth", "final.pth"])
 def test_resume_from_replaces_another_run(source, train, tmp_path):
-    """One with checkpoints of the same steps, and results: none of them counts any more."""
+    """The replaced run has checkpoints of the same steps, and results, which are ignored."""
     train(tmp_path / "first", "--epochs", 3)
     train(tmp_path / "second", "--epochs", 3, "--seed", 1)
     out = train(tmp_path / "second", "--epochs", 3, "--resume-from", tmp_path / "first" / source)
@@ -270,7 +269,7 @@ def test_resume_from_replaces_another_run(source, train, tmp_path):
 
 
 def test_resume_from_an_older_checkpoint_goes_back(train, tmp_path):
-    """What came after it stays on disk under its name, and ends up the same."""
+    """Later checkpoints stay on disk under their names, and the run ends with the same weights."""
     train(tmp_path, "--epochs", 3)
     before = load(tmp_path / "final.pth")
     out = train(tmp_path, "--epochs", 3, "--resume-from", tmp_path / "checkpoint_2.pth")
@@ -281,15 +280,14 @@ def test_resume_from_an_older_checkpoint_goes_back(train, tmp_path):
     assert [row["epoch"] for row in read_metrics(tmp_path, "epoch")] == [1, 2, 3]
 
 
-def test_resume_from_a_finished_run_has_results_too(train, tmp_path):
-    """There is nothing left to train, and still the new folder must not claim results that it does not hold."""
+def test_resume_from_a_finished_run_writes_its_results(train, tmp_path):
     train(tmp_path / "source")
     train(tmp_path / "new", "--resume-from", tmp_path / "source" / "final.pth")
     old, new = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("source", "new"))
     assert new["metrics"] == old["metrics"]
 
 
-# --- what does not fit -------------------------------------------------------------------------------------------
+# --- refused checkpoints -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -301,15 +299,14 @@ def test_resume_from_a_finished_run_has_results_too(train, tmp_path):
         (["--epochs", 2, "--optimizer", "sgd"], "--optimizer sgd: the checkpoint was trained with adamw; use"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit(more, message, train, refused, tmp_path):
-    """Of another model, task or optimizer."""
+def test_a_checkpoint_of_another_model_task_or_optimizer_is_refused(more, message, train, refused, tmp_path):
     train(tmp_path)
     before = contents(tmp_path, REFUSAL)
     refused([message], *(TINY if "--task" not in more else ()), *more, "--save-dir", tmp_path)
     assert contents(tmp_path, REFUSAL) == before
 
 
-def test_init_from_a_model_of_another_shape(train, refused, tmp_path):
+def test_init_from_a_model_of_another_shape_is_refused(train, refused, tmp_path):
     train(tmp_path / "source")
     source = tmp_path / "source" / "final.pth"
     refused(
@@ -319,7 +316,7 @@ def test_init_from_a_model_of_another_shape(train, refused, tmp_path):
     assert not contents(tmp_path / "new")
 
 
-def test_a_bad_file_keeps_the_existing_run(train, refused, tmp_path):
+def test_fresh_with_a_bad_file_keeps_the_existing_run(train, refused, tmp_path):
     """`--fresh` moves the old run aside only for a command that can start."""
     train(tmp_path)
     before = contents(tmp_path, REFUSAL)
@@ -328,7 +325,7 @@ def test_a_bad_file_keeps_the_existing_run(train, refused, tmp_path):
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_evaluating_an_empty_folder(exists, refused, tmp_path):
+def test_evaluating_an_empty_folder_is_refused(exists, refused, tmp_path):
     directory = tmp_path / "run"
     if exists:
         directory.mkdir()
@@ -339,11 +336,11 @@ def test_evaluating_an_empty_folder(exists, refused, tmp_path):
     assert not contents(tmp_path)
 
 
-# --- the id of a run: one for each record, from its first start on ---------------------------------------------------
+# --- the id of a run -------------------------------------------------------------------------------------------------
 
 
 def id_of(directory):
-    """As config.json and the newest checkpoint have it, alike."""
+    """The id of a run, which must be the same in config.json and in the newest checkpoint."""
     recorded = json.loads((directory / "config.json").read_text())["run_id"]
     assert re.fullmatch(RUN_ID, recorded)
     assert load(directory / "last.pth")["run_id"] == recorded

@@ -1,4 +1,4 @@
-"""`--seeds` and `--folds`: each run is the one that the same flags give by hand."""
+"""Each run of `--seeds` and `--folds` equals a run that is started by hand."""
 
 import functools
 import itertools
@@ -34,7 +34,7 @@ NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") els
 
 
 def table_of(lines):
-    """What is printed below the first line, apart from lines that come by the clock."""
+    """The lines printed below the first, without progress lines, which depend on time."""
     return [line for line in lines[1:] if "epochs; running: " not in line]
 
 
@@ -54,7 +54,7 @@ def seeds(command, har, tmp_path_factory):
     return directory, command("main.py", *har, "--seed", 3, "--seeds", 2, "--save-dir", directory)
 
 
-# --- what they come to -------------------------------------------------------------------------------------------
+# --- results of the runs -----------------------------------------------------------------------------------------
 
 
 def test_each_seed_equals_a_run_started_by_hand(seeds, har, cli, tmp_path):
@@ -88,7 +88,7 @@ def test_the_summary_agrees_with_the_runs(seeds):
     assert float(table["ensemble"][column]) == pytest.approx(summary["ensemble"]["test/accuracy"], rel=1e-4)
 
 
-def test_ensemble_is_the_mean_of_the_probabilities(seeds, cache_dir):
+def test_the_ensemble_scores_the_mean_of_the_probabilities(seeds, cache_dir):
     directory, _ = seeds
     test = HarTask(HarFlags(), 0, cache_dir).splits()["test"]
     samples = test.__getitems__(SampleKeys(np.arange(len(test)), epoch=0))
@@ -117,7 +117,7 @@ def test_finished_runs_print_their_table_again_without_training(seeds, har, cli)
 
 
 @pytest.mark.slow
-def test_folds_hold_everyone_out_once_and_keep_the_test_set(command, har, cli, cache_dir, tmp_path):
+def test_folds_hold_out_everyone_once_and_never_score_the_test_set(command, har, cli, cache_dir, tmp_path):
     argv = [*har, "--folds", 2, "--save-dir", tmp_path]
     out = command("main.py", *argv).stdout
     recordings = HarTask(HarFlags(), 0, cache_dir)._recordings
@@ -144,7 +144,7 @@ def test_folds_hold_everyone_out_once_and_keep_the_test_set(command, har, cli, c
 
 @pytest.mark.slow
 def test_folds_run_for_each_seed_on_several_processes(command, har, tmp_path):
-    """Each run is one of two processes, one run after the other."""
+    """Each run uses two processes, and runs follow one another."""
     launch = ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu"]
     out = command(*launch, *har, "--folds", 2, "--seeds", 2, "--save-dir", tmp_path, launched=True).stdout
     assert "4 runs" in out and "one after the other" in out
@@ -173,8 +173,8 @@ def test_finished_runs_with_other_flags_are_named(command, cache_dir, tmp_path):
 
 
 @pytest.mark.slow
-def test_paused_runs_are_named_without_a_summary(cli, cache_dir, tmp_path):
-    """With less time than a step takes; later they go on."""
+def test_paused_runs_are_counted_and_write_no_summary(cli, cache_dir, tmp_path):
+    """The time limit is shorter than a step."""
     argv = [*WEIGHTED_RUN, "--max-steps", 4, "--seeds", 2, "--cache-dir", cache_dir, "--save-dir", tmp_path]
     status, out, err = cli(*argv, "--max-minutes", 1e-9)
     assert (status, err) == (0, [])
@@ -194,10 +194,10 @@ def test_paused_runs_resume(command, tmp_path):
     assert "finished already: 2" in command("main.py", *argv, "--max-minutes", 20).stdout
 
 
-# --- where they run ----------------------------------------------------------------------------------------------
+# --- slots of runs -----------------------------------------------------------------------------------------------
 
 
-def test_slots_on_the_cpu():
+def test_slots_share_the_cores_of_the_cpu():
     for num_threads in (None, 1, NUM_CORES, 10 * NUM_CORES):
         slots = choose_slots(DeviceFlags("cpu", num_threads), None)
         assert len(slots.variables) == max(1, NUM_CORES // (num_threads or 1))
@@ -212,8 +212,8 @@ def test_slots_on_the_cpu():
         ("5,3", "cuda:1", [{}]),
     ],
 )
-def test_slots_on_two_gpus(visible, device, expected, monkeypatch):
-    """As on a machine with two, whatever this one has."""
+def test_each_visible_gpu_is_a_slot_unless_the_device_names_one(visible, device, expected, monkeypatch):
+    """The test simulates a machine with two GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -223,7 +223,7 @@ def test_slots_on_two_gpus(visible, device, expected, monkeypatch):
     assert (slots.variables, slots.flags) == (expected, [])
 
 
-# --- refused -----------------------------------------------------------------------------------------------------
+# --- refusals ----------------------------------------------------------------------------------------------------
 
 
 def test_folds_exclude_other_flags_that_hold_out_people():
@@ -244,7 +244,7 @@ def test_more_folds_than_people_are_refused(cli, har, tmp_path):
 
 @contextmanager
 def in_use(directory):
-    """Another process has the folder; gives its id."""
+    """Lets another process hold the lock of a folder; yields the id of the process."""
     directory.mkdir(exist_ok=True)
     code = (
         "import pathlib, sys; from trainer.checkpoint.lock import take_lock; "
@@ -277,14 +277,14 @@ def test_a_failed_run_is_named_and_the_other_runs_finish(command, tmp_path):
     assert not (tmp_path / "summary.json").exists() and "mean" not in done.stdout
 
 
-def test_several_runs_in_the_folder_of_a_single_run(train, refused, tmp_path):
+def test_several_runs_in_the_folder_of_a_single_run_are_refused(train, refused, tmp_path):
     train(tmp_path)
     before = contents(tmp_path)
     refused([f"--save-dir {tmp_path}: contains a single run; choose"], *TINY, "--seeds", 2, "--save-dir", tmp_path)
     assert contents(tmp_path) == before
 
 
-def test_a_single_run_in_the_folder_of_several(train, refused, tmp_path):
+def test_a_single_run_in_the_folder_of_several_runs_is_refused(train, refused, tmp_path):
     train(tmp_path / "seed-0")
     refused([f"--save-dir {tmp_path}: contains several runs; repeat the command with"], *TINY, "--save-dir", tmp_path)
     assert not (tmp_path / "manifest.json").exists()
@@ -292,11 +292,11 @@ def test_a_single_run_in_the_folder_of_several(train, refused, tmp_path):
     assert (tmp_path / "previous-1" / "seed-0" / "results.json").exists()
 
 
-# --- one at a time in each slot, and none more after a failure -------------------------------------------------------
+# --- the order of runs -----------------------------------------------------------------------------------------------
 
 
 def note_slot(path, status):
-    """What a job does here instead of a run."""
+    """Notes the slot and the times of a job, in place of a run."""
     started = time.time()
     time.sleep(0.5)
     path.write_text(json.dumps([os.environ["SLOT"], started, time.time()]))
@@ -313,7 +313,7 @@ def job(folder, number, status):
 
 
 def run_all(folder, slots, statuses):
-    """(names of those that ended well, exit statuses of the others)"""
+    """(names of the jobs that succeeded, exit statuses of the other jobs by name)"""
     jobs = [job(folder, i, status) for i, status in statuses]
     found = {}
     with Launcher() as launcher:

@@ -1,4 +1,4 @@
-"""Weights that come with a task: a new run begins with them, and they are used where there is no run."""
+"""A new run begins with the weights that come with its task, and commands without a run use them."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ OTHER = "--task examples/own_task.py:Spirals".split()
 
 @pytest.fixture
 def task(on_cpu, tmp_path):
-    """The value of --task; what comes with it was trained by the same task without it."""
+    """The value of --task. The same task without shipped weights trained the shipped weights."""
     folder = tmp_path / "task"
     folder.mkdir()
     (folder / "spirals_with_weights.py").write_text(TASK)
@@ -81,7 +81,7 @@ def test_shipped_weights_are_used_without_a_run(task, points, on_cpu, tmp_path):
     assert f"test/accuracy {kept['metrics']['test/accuracy']:.4f}" in out
 
 
-def test_a_run_of_the_task_is_preferred(task, points, on_cpu, tmp_path):
+def test_a_run_in_a_given_folder_is_preferred(task, points, on_cpu, tmp_path):
     on_cpu("--task", task, *SMALL, "--max-steps", 1, "--save-dir", tmp_path / "run")
     out, _ = on_cpu("--task", task, *SMALL, "--eval-only", "--save-dir", tmp_path / "run")
     assert f"Evaluating the weights of optimizer step 1 in {tmp_path / 'run'}." in out
@@ -106,7 +106,7 @@ def test_runs_of_each_task_have_their_own_folder(task, points, on_cpu, tmp_path,
     [["--predict", "points.txt"], ["--eval-only"], pytest.param(["--export", "x.pt2"], marks=pytest.mark.slow)],
 )
 def test_a_run_in_the_default_folder_is_ignored(use, task, points, on_cpu, tmp_path, monkeypatch):
-    """A try of a few steps, which learned something else: whoever means it, names its folder."""
+    """Shipped weights are preferred to a run in the default folder, which --save-dir selects."""
     monkeypatch.chdir(tmp_path)
     folder, shipped = "checkpoints/WithWeights", f"Using the weights that come with {task}"
     others = f"{shipped}; to use the run in {folder} add --save-dir {folder}."
@@ -129,7 +129,7 @@ def test_training_in_the_default_folder_resumes_there(task, on_cpu, tmp_path, mo
     assert "Resuming after optimizer step 1" in out and "From the run" not in out
 
 
-def test_a_config_without_training_is_scored(task, on_cpu, tmp_path):
+def test_settings_without_training_score_the_shipped_weights(task, on_cpu, tmp_path):
     argv = ["--task", task, *SMALL, "--noise", 0, "--save-dir", tmp_path / "none"]
     scored = on_cpu(*argv)[0]
     assert scored.partition("Next: add --predict FILE")[0] == on_cpu(*argv, "--eval-only")[0]

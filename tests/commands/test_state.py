@@ -1,4 +1,4 @@
-"""state.json says what has become of a run, and examples/slurm.sh queues a job again by it."""
+"""state.json states how a run ended, and examples/slurm.sh reads it to requeue a job."""
 
 import json
 import os
@@ -23,7 +23,7 @@ TINY = ["--epochs", 2, "--num-train", 24, "--batch-size", 8, "--num-threads", 1,
 UNIQUE = count()
 pytestmark = pytest.mark.usefixtures("no_rank_variables")
 
-# What happens as epoch 2 begins; `directory` is that of the run.
+# A task to which something happens as epoch 2 begins. `directory` is the folder of the run.
 HAPPENING = """
 import os, shutil, signal
 from pathlib import Path
@@ -44,7 +44,7 @@ def happening(tmp_path):
     """Arguments of a tiny run in `tmp_path / "run"` to which something happens after its first epoch."""
 
     def arguments(statement):
-        # A module of its own for each: those of one name are imported once.
+        # Each module has its own name, because modules of one name are imported once.
         file = tmp_path / f"happening_{os.getpid()}_{next(UNIQUE)}.py"
         file.write_text(HAPPENING.format(directory=str(tmp_path / "run"), statement=statement))
         return ["--task", f"{file}:Happening", *TINY, "--save-dir", tmp_path / "run"]
@@ -98,7 +98,7 @@ def test_a_run_preempted_by_a_signal_resumes(happening, run_here, tmp_path):
     assert (state["state"], state["epoch"], state["signal"]) == ("finished", 2, None)
 
 
-def test_refused_inputs_have_a_message(happening, run_here, tmp_path):
+def test_a_refused_run_records_its_message(happening, run_here, tmp_path):
     _, err = run_here(*happening("raise UserError('the data ran away')"), status=2)
     state = state_of(tmp_path / "run")
     assert (state["state"], state["message"]) == ("refused", "the data ran away")
@@ -106,22 +106,22 @@ def test_refused_inputs_have_a_message(happening, run_here, tmp_path):
     assert err == "error: the data ran away\n"
 
 
-def test_a_start_on_a_full_disk_is_refused(happening, run_here, tmp_path):
+def test_a_run_on_a_full_disk_is_refused(happening, run_here, tmp_path):
     run_here(*happening("raise OSError(28, 'No space left on device')"), status=2)
     state = state_of(tmp_path / "run")
     assert state["state"] == "refused"
     assert state["message"].startswith(f"--save-dir {tmp_path / 'run'}: No space left on device; earlier checkpoints")
 
 
-def test_a_run_that_failed_by_a_defect(happening, run_here, tmp_path):
+def test_a_run_that_raises_an_error_is_failed(happening, run_here, tmp_path):
     run_here(*happening("1 / 0"), status=1)
     state = state_of(tmp_path / "run")
     assert (state["state"], state["epoch"]) == ("failed", 1)
     assert state["message"].endswith(": ZeroDivisionError: division by zero")
 
 
-def test_a_run_ended_by_a_second_ctrl_c(happening, run_here, tmp_path):
-    """It does not wait for a save, so there is nothing that "preempted" could promise."""
+def test_a_run_ended_by_a_second_ctrl_c_is_failed(happening, run_here, tmp_path):
+    """The second Ctrl-C does not wait for a save, so the run is not "preempted"."""
     ask = "os.kill(os.getpid(), signal.SIGINT)"
     with pytest.raises(SystemExit):
         run_here(*happening(f"[{ask}, __import__('time').sleep({ONE_CTRL_C_S + 0.1}), {ask}]"))
@@ -129,7 +129,7 @@ def test_a_run_ended_by_a_second_ctrl_c(happening, run_here, tmp_path):
     assert (state["state"], state["signal"]) == ("failed", signal.SIGINT)
 
 
-def test_a_file_that_cannot_be_written_does_not_hide_the_message(happening, run_here, tmp_path, monkeypatch):
+def test_a_state_that_cannot_be_written_does_not_hide_the_message(happening, run_here, tmp_path, monkeypatch):
     monkeypatch.setattr(Lock, "temporary", Lock.temporary)  # so that it is put back
     lock = "__import__('trainer.checkpoint.lock').checkpoint.lock.Lock"
     statement = f"{lock}.temporary = lambda self, path: directory / 'gone' / 'a'; raise UserError('the data ran away')"
@@ -140,11 +140,11 @@ def test_a_file_that_cannot_be_written_does_not_hide_the_message(happening, run_
     assert state_of(tmp_path / "run")["state"] == "running"
 
 
-# --- what an earlier run left ------------------------------------------------------------------------------------
+# --- the folder of an earlier run --------------------------------------------------------------------------------
 
 
-def test_a_refused_folder_is_not_opened(plain, run_here, tmp_path):
-    """A finished run is refused with other flags, and is still finished with its own."""
+def test_a_refused_start_changes_only_state_json(plain, run_here, tmp_path):
+    """A finished run is refused with other flags, and stays finished with its own flags."""
     run_here(*plain)
     before = everything_but_the_state(tmp_path / "run")
     _, err = run_here(*plain, "--width", 8, status=2)
@@ -161,7 +161,7 @@ def test_a_refused_folder_is_not_opened(plain, run_here, tmp_path):
     assert (tmp_path / "run" / STATE).read_text() == long_ago
 
 
-def test_no_file_is_created_without_a_run(plain, run_here, tmp_path):
+def test_a_refused_start_in_a_new_folder_writes_no_state_json(plain, run_here, tmp_path):
     run_here(*plain, "--init-from", "main.py", status=2)
     assert not (tmp_path / "run" / STATE).exists()
 
@@ -175,7 +175,7 @@ def test_fresh_moves_the_state_file_aside(plain, run_here, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_signal_that_reached_another_process(happening, command, tmp_path):
+def test_a_signal_to_one_process_preempts_the_run(happening, command, tmp_path):
     statement = "os.environ.get('RANK', '') or os.kill(os.getpid(), signal.SIGTERM) if is_second() else None"
     args = happening(statement)
     file = args[1].rpartition(":")[0]
@@ -191,7 +191,7 @@ def test_a_signal_that_reached_another_process(happening, command, tmp_path):
 
 WORK = ["--task", WEIGHTED, *TINY, "--epochs", 3]
 STUBS = {
-    # One task per node. USR1 goes to every process of a task's group, TERM becomes KILL, as with the real one.
+    # One task per node. USR1 goes to every process of a task's group, TERM becomes KILL, as with SLURM's srun.
     "srun": """
         shift
         pids=()
@@ -232,7 +232,7 @@ class Job:
         }
 
     def run(self, *args, stop_at=None, into="--save-dir=~/run"):
-        """Runs the script, with the signal of its time limit once stop_at() holds; returns (status, output)."""
+        """Runs the script, and sends it the signal of its time limit once stop_at() holds; returns (status, output)."""
         command = ["bash", "examples/slurm.sh", *map(str, args), *[into] * bool(into)]
         script = subprocess.Popen(
             command, cwd=ROOT, env=self.environment, text=True, stdin=subprocess.DEVNULL,
@@ -283,8 +283,10 @@ def test_a_slurm_job_is_requeued_until_it_is_finished(num_nodes, environment, tm
         *((state, True, False) for state in ("running", "finished", "paused", "refused", "failed")),
     ],
 )
-def test_a_slurm_job_requeues_by_state_json(state, asked, again, environment, tmp_path):
-    """Workers that are gone when the time is up, and what they left behind."""
+def test_a_slurm_job_is_requeued_only_if_its_run_was_preempted_when_time_was_up(
+    state, asked, again, environment, tmp_path
+):
+    """The stub of torchrun writes a state and fails."""
     content = json.dumps({"state": state, "message": 'not "state": "preempted"'}, indent=2)
     leaves = f"""
         {"sleep 60 &" if asked else ""}

@@ -32,12 +32,12 @@ def save(weights, path):
 
 
 def difference(weights, others):
-    """The largest of any number."""
+    """The largest difference of any two numbers."""
     assert weights.keys() == others.keys()
     return max(float((value - others[name]).abs().max()) for name, value in weights.items())
 
 
-# --- all of them -------------------------------------------------------------------------------------------------
+# --- all weights -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "module.", "module.model.", "my.own."])
@@ -87,8 +87,8 @@ def test_weights_of_other_trainers_are_refused_with_advice(name, content, told, 
     assert told in run_here(*TINY, "--init-from", file, "--save-dir", tmp_path / "run", status=2).err
 
 
-def test_all_or_nothing():
-    """A prefix is dropped only where that makes names known, and buffers count like parameters."""
+def test_weights_are_restored_completely_or_not_at_all():
+    """A prefix is dropped only if that makes names known. Buffers count like parameters."""
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     own = {name: value.clone() for name, value in model.state_dict().items()}
     theirs = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
@@ -107,13 +107,12 @@ def test_all_or_nothing():
         assert_same_bits(own, model.state_dict())
     restore_weights(model, weights, ONE_DEVICE, "that", "")
     assert_same_bits(weights, model.state_dict())
-    outer = nn.Sequential(model)  # "0." is a part of its names, and that of a wrapper too
+    outer = nn.Sequential(model)  # "0." belongs to names of the model, and to names of a wrapper
     restore_weights(outer, {f"0.{name}": value for name, value in own.items()}, ONE_DEVICE, "that", "")
     assert_same_bits(own, model.state_dict())
 
 
-def test_scores_belong_to_the_requested_weights(source):
-    """Also where a moving average is kept: not of the one so far."""
+def test_requested_weights_replace_the_moving_average(source):
     flags, _ = parse([*map(str, TINY), "--ema-decay", "0.9"], several_devices=False)
     run = assemble_run(flags, build_task(flags), ONE_DEVICE)
     use_weights(run.learner, source, run.strategy, "that", "")
@@ -121,7 +120,7 @@ def test_scores_belong_to_the_requested_weights(source):
         assert_same_bits(source, run.learner.objective.model.state_dict())
 
 
-# --- what fits ---------------------------------------------------------------------------------------------------
+# --- weights that fit --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -177,7 +176,7 @@ def test_a_trunk_in_no_parameter_group_stays_unchanged(source, train, tmp_path, 
 
 
 @pytest.mark.slow
-def test_every_process_uses_the_same_settings(partial, train, command, tmp_path):
+def test_two_processes_load_the_same_fitting_weights_as_one(partial, train, command, tmp_path):
     file, _ = partial
     train(tmp_path / "one", "--init-from-partial", file, *STILL)
     argv = [*TINY, "--init-from-partial", file, *STILL, "--save-dir", tmp_path / "two", "--device", "cpu"]
@@ -185,7 +184,7 @@ def test_every_process_uses_the_same_settings(partial, train, command, tmp_path)
     assert difference(*(load(tmp_path / name / "final.pth")["model"] for name in ("one", "two"))) < 1e-6
 
 
-def test_no_size_fits(refused, tmp_path):
+def test_a_file_without_a_fitting_weight_is_refused(refused, tmp_path):
     file = save({"a.weight": torch.ones(3, 3), "a.bias": torch.ones(3)}, tmp_path / "x.pth")
     parts = "no weight fits the model: the file has a.weight, a.bias, and the model has layers.0.weight, layers.1."
     refused([parts], *TINY, "--init-from-partial", file, "--save-dir", tmp_path / "run")

@@ -12,7 +12,7 @@ from trainer.common.process import command_of_main
 
 
 @pytest.mark.parametrize("has_another", [False, True])
-def test_the_program_runs_from_another_folder(has_another, tmp_path, monkeypatch):
+def test_a_printed_command_works_in_another_folder(has_another, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if has_another:
         Path("main.py").touch()
@@ -21,7 +21,7 @@ def test_the_program_runs_from_another_folder(has_another, tmp_path, monkeypatch
     assert command_of_main() == "python main.py"
 
 
-def test_the_installed_package_has_a_command(tmp_path, monkeypatch):
+def test_a_printed_command_of_the_installed_package_is_lockstep(tmp_path, monkeypatch):
     path = tmp_path / "lockstep" / "trainer" / "common" / "process.py"
     installed = {"__file__": str(path)}
     exec(installed_form(Path(process.__file__).read_text()), installed)

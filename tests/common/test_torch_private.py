@@ -1,4 +1,4 @@
-"""What takes the place of private names of torch does the same, or leaves out no more than its docstring says."""
+"""Replacements of private names of torch do the same, or omit only what their docstrings state."""
 
 import importlib.util
 import sys
@@ -16,7 +16,7 @@ NO_TIMEOUT = torch_private.timedelta(seconds=1)
 
 @pytest.fixture
 def without(monkeypatch):
-    """A fresh copy of the module, for which torch does not have some names: pairs of an owner and a name."""
+    """Loads a fresh copy of the module, as if torch lacked some names: pairs of an owner and a name."""
 
     def load(*hidden):
         for owner, name in hidden:
@@ -29,7 +29,7 @@ def without(monkeypatch):
     return load
 
 
-def test_tensor_properties_are_counted():
+def test_writes_hooks_and_sparse_parts_of_tensors_are_found():
     weight = torch.ones(2, requires_grad=True)
     assert torch_private.num_writes(weight.detach().add_(1)) == 1
     assert not torch_private.has_hooks(weight)
@@ -41,7 +41,7 @@ def test_tensor_properties_are_counted():
     assert not torch_private.has_hooks(unknown) and not torch_private.reads_found_inf(unknown)
 
 
-def test_hooks_of_modules_and_optimizers():
+def test_hooks_of_modules_and_optimizers_are_found():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters())
     assert torch_private.hooked_module(model) is None and not torch_private.has_step_hooks(optimizer)
@@ -55,7 +55,7 @@ def test_hooks_of_modules_and_optimizers():
     assert torch_private.hooked_module(unknown) is None and not torch_private.has_step_hooks(unknown)
 
 
-def test_modules_are_counted():
+def test_tensors_of_modules_are_converted_and_their_buffers_are_named():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     parameters = list(model.parameters())
     torch_private.convert_tensors(model, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
@@ -81,7 +81,7 @@ def test_dtype_conversions_are_detected():
 
 
 @pytest.mark.parametrize("is_hidden", [False, True])
-def test_backward(is_hidden, without):
+def test_backward_works_with_and_without_private_names(is_hidden, without):
     hidden = [(torch.autograd.graph, "_engine_run_backward"), (torch._C, "_current_graph_task_id")]
     private = without(*hidden) if is_hidden else without()
     weight, seen = torch.ones(2, requires_grad=True), []
@@ -92,13 +92,13 @@ def test_backward(is_hidden, without):
     assert seen == [not is_hidden, "queued"] and not private.is_in_backward()
 
 
-def test_a_callback_without_a_queue(without):
+def test_a_callback_without_torchs_queue_runs_at_once(without):
     seen = []
     without((torch.autograd.Variable, "_execution_engine")).after_first_gradients(lambda: seen.append("at once"))
     assert seen == ["at once"]
 
 
-def test_processes_that_lack_metric_names():
+def test_objects_without_private_names_are_left_unchanged():
     torch_private.set_timeout(SimpleNamespace(), torch.device("cpu"), NO_TIMEOUT)
     torch_private.rebuild_buckets(SimpleNamespace(reducer=object()))
     loader = SimpleNamespace()
@@ -106,7 +106,7 @@ def test_processes_that_lack_metric_names():
     torch_private.kill_workers(loader)
 
 
-def test_timeouts_by_public_and_private_name():
+def test_a_timeout_is_set_by_its_public_or_private_name():
     seen = []
     backend = SimpleNamespace(_set_default_timeout=seen.append)
     torch_private.set_timeout(SimpleNamespace(set_timeout=seen.append), torch.device("cpu"), NO_TIMEOUT)
@@ -115,13 +115,13 @@ def test_timeouts_by_public_and_private_name():
 
 
 @pytest.mark.parametrize("is_hidden", [False, True])
-def test_workers_that_end(is_hidden, monkeypatch):
+def test_the_check_for_ended_workers_needs_no_private_module(is_hidden, monkeypatch):
     if is_hidden:
         monkeypatch.setitem(sys.modules, "torch.utils.data._utils.signal_handling", None)
     torch_private.raise_for_ended_worker()
 
 
-def test_units_of_another_torch_version():
+def test_a_module_without_state_of_fsdp_passes_values_through():
     unit = nn.Linear(1, 1)
     torch_private.make_outermost(unit)
     assert torch_private.group_of_unit(unit) is None and torch_private.unsharded(unit.weight) is None
@@ -129,7 +129,7 @@ def test_units_of_another_torch_version():
     assert torch_private.pass_through(unit, value) is value
 
 
-def test_compiling_without_a_compiler(monkeypatch):
+def test_scan_equals_a_loop_without_a_compiler(monkeypatch):
     for name in ("", ".config", ".exc"):
         monkeypatch.setitem(sys.modules, f"torch._dynamo{name}", None)
     monkeypatch.setitem(sys.modules, "torch._higher_order_ops", None)

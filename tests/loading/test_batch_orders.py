@@ -1,4 +1,4 @@
-"""Buckets of equal length, shards one after another, and samples as they are numbered."""
+"""Batches in buckets of equal length, in shards one after another, and in the order of their numbers."""
 
 import tracemalloc
 
@@ -83,7 +83,7 @@ def test_the_batches_of_an_epoch_are_not_sorted():
 
 
 def test_pools_mix_samples_of_the_same_length():
-    """Not the same neighbours in every epoch, as sorting all samples would give."""
+    """Sorting all samples would give the same neighbours in every epoch."""
     assert len(LENGTHS) > 3 * BATCHES_PER_POOL * 8
     neighbours = [
         {tuple(pair) for batch in bucketed(8, epoch=i) for pair in np.sort(np.c_[batch[:-1], batch[1:]])}
@@ -125,7 +125,7 @@ def test_shards_are_read_one_after_another(seed):
     read = shards_of(np.concatenate(list(sharded(4, seed))))
     borders = np.flatnonzero(np.diff(read)) + 1
     runs = [part[0] for part in np.split(read, borders)]
-    assert sorted(runs) == [i for i, size in enumerate(SHARD_SIZES) if size > 0]  # none is come back to
+    assert sorted(runs) == [i for i, size in enumerate(SHARD_SIZES) if size > 0]  # no shard is read twice
 
 
 def test_shards_and_their_samples_are_shuffled():
@@ -149,8 +149,8 @@ def test_lazily_made_batches_are_a_sequence(make):
         batches[7]
 
 
-def test_shards_larger_than_memory_are_streamed():
-    """A hundred shards of 10^8 samples; and of shards that are sorted as a whole, two are held."""
+def test_orders_of_large_shards_take_little_memory():
+    """There are 100 shards of 10^8 samples. Two orders of small shards are held, which are sorted as a whole."""
     tracemalloc.start()
     batches = sharded_batches([10**8] * 100, 256, 0, 0)
     assert len(batches) == -(-(10**10) // 256)
@@ -159,4 +159,4 @@ def test_shards_larger_than_memory_are_streamed():
     assert sum(len(batch) for batch in small) == 8 * order.MOST_SORTED_SAMPLES
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 16 * 2**20  # all of the small ones: 64 MiB
+    assert peak < 16 * 2**20  # all orders of small shards take 64 MiB

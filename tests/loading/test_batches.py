@@ -1,4 +1,4 @@
-"""Workers that load batches: what they change, which is nothing, and how they end."""
+"""Workers that load batches change no result, and end with their trainer."""
 
 import json
 import multiprocessing
@@ -20,11 +20,11 @@ from trainer.loading.batches import Batch
 from trainer.loading.order import SampleKeys, evaluation_keys
 from trainer.loading.workers import BatchLoader, Workers
 
-# --- what they load ----------------------------------------------------------------------------------------------
+# --- loaded batches ----------------------------------------------------------------------------------------------
 
 
 def of_workers(num_workers: int) -> dict[str, BatchLoader]:
-    """Training and two other data sets."""
+    """Loaders of training data and of two evaluation sets."""
     collate, workers = Weighted(WeightedFlags(), 0, Path()).collate, Workers(num_workers)
     return {
         "train": BatchLoader([Sequences(40, 0, True)], collate, workers, trains=True),
@@ -53,7 +53,7 @@ def assert_same_batches(batches: list[Batch], expected: list[Batch]) -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_an_evaluation_between_batches_changes_nothing(num_workers):
-    """What training has loaded ahead arrives, in order; one evaluation that was left in the middle is forgotten."""
+    """Batches that training loaded ahead arrive in order. An unfinished evaluation is dropped."""
     here, loaders = of_workers(0), of_workers(num_workers)
     expected, expected_evaluation = list(here["train"](TRAINING_KEYS)), evaluated(here)
     state = torch.random.get_rng_state()
@@ -86,8 +86,7 @@ def test_a_refusal_keeps_its_message(num_workers):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_is_the_same_with_workers(world_size, run_here, environment, tmp_path):
-    """Its metrics of validation and test set too."""
+def test_a_run_and_its_metrics_are_the_same_with_workers(world_size, run_here, environment, tmp_path):
     for num_workers in (0, 1):
         directory = tmp_path / str(num_workers)
         arguments = [*TINY, "--epochs", 2, "--num-workers", num_workers, "--save-dir", directory]
@@ -105,7 +104,7 @@ def test_a_run_is_the_same_with_workers(world_size, run_here, environment, tmp_p
         assert read_metrics(tmp_path / "0", event) == read_metrics(tmp_path / "1", event)
 
 
-def test_the_start_reports_the_number_of_parameters(train, tmp_path):
+def test_the_start_reports_the_number_of_workers(train, tmp_path):
     assert "Workers: 0 per rank. Threads" in train(tmp_path / "0")
     assert "Workers: 2 per rank. Threads" in train(tmp_path / "2", "--num-workers", 2)
     assert not multiprocessing.active_children()
@@ -119,7 +118,7 @@ def test_scoring_a_finished_run_leaves_no_worker(train, tmp_path):
     assert not multiprocessing.active_children()
 
 
-# --- how they end ------------------------------------------------------------------------------------------------
+# --- ends of workers ---------------------------------------------------------------------------------------------
 
 KILLED_WITH_WORKERS = """
 import multiprocessing, os, signal
@@ -142,7 +141,7 @@ def is_alive(pid):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a worker looks every five seconds")
 def test_workers_end_when_their_trainer_is_killed(environment):
-    """At once: they hold the trainer's connections, by which other ranks notice the death."""
+    """They end at once, because they hold connections by which other ranks notice that the trainer has ended."""
     command = [sys.executable, "-c", KILLED_WITH_WORKERS]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as trainer:
         workers = list(map(int, trainer.stdout.readline().split()))
@@ -176,8 +175,8 @@ def test_a_trainer_ends_when_only_some_workers_could_start(environment):
     assert "Too many open files" in done.stderr
 
 
-def test_a_batch_that_cannot_be_pickled_ends_the_run(environment, tmp_path):
-    """The address of a socket in so long a folder would be too long."""
+def test_a_batch_that_a_worker_cannot_send_ends_the_run(environment, tmp_path):
+    """The path of a socket in such a long folder is too long."""
     folder = tmp_path / ("long" * 20)
     folder.mkdir()
     argv = [*TINY, "--num-workers", 1, "--save-dir", tmp_path / "run"]
@@ -190,7 +189,7 @@ def test_a_batch_that_cannot_be_pickled_ends_the_run(environment, tmp_path):
 
 
 class Noted(Sequences):
-    """Notes in a file that it was asked, and for which samples."""
+    """Notes the first sample of each request in a file."""
 
     def __init__(self, note: Path, *arguments) -> None:
         super().__init__(*arguments)
@@ -204,7 +203,7 @@ class Noted(Sequences):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_idle_workers_prefetch_later_batches(num_workers, tmp_path):
-    """Of two, with the first one that was asked for; and what nobody wants any more is not made."""
+    """Idle workers load the data set that was requested first. A dropped request is not loaded."""
     collate, workers = Weighted(WeightedFlags(), 0, Path()).collate, Workers(num_workers)
     train = BatchLoader([Sequences(40, 0, True)], collate, workers, trains=True)
     one, other = (BatchLoader([Noted(tmp_path / name, 11, 1, False)], collate, workers) for name in ("one", "other"))

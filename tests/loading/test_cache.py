@@ -82,7 +82,7 @@ def test_a_killed_build_leaves_no_seemingly_complete_entry(tmp_path) -> None:
     assert cached_arrays(tmp_path, "key", small)["y"].tolist() == [0, 1, 2]
 
 
-def test_a_failing_build_passes_through_and_can_be_repeated(tmp_path) -> None:
+def test_an_error_of_a_build_is_raised_and_the_build_can_be_repeated(tmp_path) -> None:
     def broken() -> dict[str, np.ndarray]:
         raise UserError("the user's data is wrong")
 

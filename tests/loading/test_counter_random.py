@@ -76,7 +76,7 @@ def test_normal_moments(num) -> None:
     z = normal(3, 0, np.arange(1000), (num,)).astype(np.float64)
     for power, moment in enumerate([0, 1, 0, 3, 0, 15], start=1):
         assert (z**power).mean() == pytest.approx(moment, abs=0.02 * power**2)
-    # Neither the two numbers of a Box-Muller pair nor neighbours nor neighbouring rows go together.
+    # Neither the two numbers of a Box-Muller pair nor neighbours nor neighbouring rows are correlated.
     half = (num + 1) // 2
     assert abs((z[:, : num - half] * z[:, half:]).mean()) < 0.01
     assert abs((z[:, 1:] * z[:, :-1]).mean()) < 0.01

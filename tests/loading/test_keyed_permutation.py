@@ -1,4 +1,4 @@
-"""The order of huge data sets: that it is a permutation, and looks like one that was drawn."""
+"""The order of huge data sets is a permutation, and looks random."""
 
 import math
 import time
@@ -21,7 +21,7 @@ def permutation(num_samples, seed=0, epoch=0, phase=0, num_rounds=NUM_ROUNDS):
 
 @cache
 def drawn(num_samples, num_trials, num_rounds=NUM_ROUNDS):
-    """Orders of as many seeds, (num_trials, num_samples)."""
+    """Orders of num_trials seeds, (num_trials, num_samples)."""
     return np.stack([permutation(num_samples, seed, num_rounds=num_rounds) for seed in range(num_trials)])
 
 
@@ -34,7 +34,7 @@ def surprise(counts, expected, degrees):
 
 
 def pairs(first, second, num_samples, num_bins):
-    """How often a pair of samples falls in which cell of a table; samples are put together in bins."""
+    """Counts of pairs of samples, which are grouped into bins, (num_bins, num_bins)."""
     cells = (first * num_bins // num_samples) * num_bins + second * num_bins // num_samples
     return np.bincount(cells.ravel(), minlength=num_bins**2).reshape(num_bins, num_bins)
 
@@ -46,12 +46,12 @@ def test_every_sample_occurs_once(num_samples):
 
 
 def test_every_sample_of_a_large_data_set_occurs_once():
-    """Through `EpochOrder`, in batches across the borders of what it computes at once."""
+    """Batches cross the borders of the blocks that `EpochOrder` computes at once."""
     num_samples = order.MOST_SORTED_SAMPLES + 12345
     epoch_order = EpochOrder(3, 1, 0, num_samples)
     batches = [epoch_order.take(start, min(start + 5000, num_samples)) for start in range(0, len(epoch_order), 5000)]
     assert np.array_equal(np.sort(np.concatenate(batches)), np.arange(num_samples))
-    # The same wherever one begins to read, backwards too, and however much is asked for.
+    # The order depends neither on where reading begins nor on how much is read.
     for start, stop in [(700_000, 700_003), (0, 1), (12_000, 40_000), (12_001, 12_001)]:
         expected = np.concatenate(batches)[start:stop]
         assert np.array_equal(epoch_order.take(start, stop), expected)
@@ -59,7 +59,7 @@ def test_every_sample_of_a_large_data_set_occurs_once():
 
 
 def test_orders_never_change_between_versions():
-    """Another one after an upgrade would repeat and skip samples of a resumed epoch."""
+    """Another order after an upgrade would repeat and skip samples of a resumed epoch."""
     assert permutation(12, 7, 3).tolist() == [9, 10, 8, 2, 11, 7, 5, 4, 6, 3, 0, 1]
     assert EpochOrder(7, 3, 0, HUGE).take(HUGE - 3, HUGE).tolist() == [2117469122, 8732425278, 1898744980]
 
@@ -83,7 +83,7 @@ def test_every_sample_is_equally_likely_at_every_position(num_samples, num_trial
 
 @pytest.mark.parametrize(("num_samples", "num_trials"), SIZES)
 def test_every_sample_is_equally_likely_to_follow_every_other(num_samples, num_trials):
-    """By their distance modulo the number of samples, which is never 0 and otherwise anything."""
+    """The distance of successive samples modulo the number of samples is never 0, and otherwise uniform."""
 
     def deviation(num_rounds):
         steps = np.diff(drawn(num_samples, num_trials, num_rounds), axis=1) % num_samples
@@ -94,7 +94,7 @@ def test_every_sample_is_equally_likely_to_follow_every_other(num_samples, num_t
 
 
 def test_all_orders_of_few_samples_are_equally_likely():
-    """The hardest that can be asked of a network: with so few cells its rounds have little to choose from."""
+    """This is the hardest case for a network, because its rounds have few values to choose from."""
 
     def deviation(num_rounds):
         _, counts = np.unique(drawn(5, 4000, num_rounds) @ 5 ** np.arange(5), return_counts=True)
@@ -108,7 +108,7 @@ def test_all_orders_of_few_samples_are_equally_likely():
 @pytest.mark.parametrize("num_samples", [100, 10**4])
 @pytest.mark.parametrize("step", [(1, 0, 0), (0, 1, 0), (0, 0, 1)])
 def test_seeds_epochs_and_phases_are_unrelated(num_samples, step):
-    """Two orders, position by position: every pair of samples is equally likely."""
+    """At each position of two orders, every pair of samples is equally likely."""
     num_trials, num_bins = 100, min(num_samples, 50)
     table = np.zeros((num_bins, num_bins), np.int64)
     for seed in range(num_trials):

@@ -14,7 +14,7 @@ from trainer.loading.order import SampleKeys
 from trainer.loading.workers import BatchLoader
 
 HERE = torch.device("cpu")
-"""A device as good as any for operators of torch."""
+"""The CPU stands for any device, because torch's operators work on it."""
 
 
 class Parts(Movable):
@@ -23,7 +23,7 @@ class Parts(Movable):
 
 
 class Numbers(Movable):
-    """Draws for each sample, a weight of which the host knows, and a count of how often it was asked."""
+    """A data set with random draws for each sample, weights that the host knows, and a count of its calls."""
 
     stays = frozenset({"lengths"})
 
@@ -57,7 +57,7 @@ def datasets(alike: bool) -> list[Numbers]:
 
 
 def some_keys(num: int) -> list[SampleKeys]:
-    """Of two phases in turns, over two epochs, with placeholders and a short batch."""
+    """Keys of two phases in turns, over two epochs, with placeholders and a short batch."""
     rng = np.random.default_rng(0)
     keys = [
         SampleKeys(rng.integers(0, 60, size), epoch, phase, placeholder=place % 7 == 0, progress=place / num)

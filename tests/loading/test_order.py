@@ -27,8 +27,8 @@ def test_permutations_never_change_between_versions():
     assert EpochOrder(7, 3, 0, 12).take(0, 12).tolist() == [7, 1, 9, 6, 0, 11, 10, 4, 2, 8, 3, 5]
 
 
-def test_large_orders_are_sorted_and_larger_ones_are_not():
-    """Up to 2^20 samples, so that runs and figures of that size stay what they are."""
+def test_orders_of_at_most_2_to_the_20_samples_are_made_by_sorting():
+    """Another limit would change earlier runs and measured figures of that size."""
     for num_samples, is_sorted in [(2**20, True), (2**20 + 1, False)]:
         key = np.random.SeedSequence([5, 2, 1]).generate_state(2, np.uint64)
         by_sorting = np.argsort(np.random.Philox(key=key).random_raw(num_samples), kind="stable")
@@ -51,15 +51,15 @@ def test_ranks_share_a_global_batch_exactly(world_size, micro_batch_size):
             assert 1 <= len(keys.index) <= micro_batch_size
             assert set(keys.index) <= set(samples)
             assert (keys.epoch, keys.phase, keys.progress) == (2, 1, 0.25)
-            if keys.placeholder:  # a single sample would be none to a batch norm
+            if keys.placeholder:  # a batch norm refuses a single sample
                 assert len(keys.index) == min(2, size, micro_batch_size)
 
 
-def test_a_batch_norm_survives_placeholders():
+def test_a_batch_norm_accepts_placeholders():
     placeholders = [
         keys
         for rank in range(3)
-        for keys in split_global_batch(np.arange(7), (rank, 3), 2, 0)  # rank 0 has three of them, the others two
+        for keys in split_global_batch(np.arange(7), (rank, 3), 2, 0)  # rank 0 has three samples, the others have two
         if keys.placeholder
     ]
     assert len(placeholders) == 2
@@ -70,7 +70,7 @@ def test_a_batch_norm_survives_placeholders():
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_evaluation_counts_every_sample_once(world_size):
-    """For data sets smaller than the world too, with equally many batches everywhere."""
+    """A data set may be smaller than the world, and every rank has equally many batches."""
     for size in edges(world_size * 4):
         ranks = [list(evaluation_keys(size, (rank, world_size), 4)) for rank in range(world_size)]
         counted = [i for rank in ranks for keys in rank if not keys.placeholder for i in keys.index]
@@ -79,7 +79,7 @@ def test_evaluation_counts_every_sample_once(world_size):
 
 
 @pytest.mark.parametrize("step", [1, 16, 2000])
-def test_padded_lengths_are_few_and_little_longer(step):
+def test_padded_lengths_are_few_and_only_slightly_longer(step):
     keys = SampleKeys(np.arange(2), 0)
     on_gpu = replace(keys, few_lengths=True)
     assert on_gpu.padded_length(0, step) == 0

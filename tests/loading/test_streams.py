@@ -1,4 +1,4 @@
-"""Streams as data sets: every sample once, in order, whoever reads it, and again from the middle."""
+"""A stream as a data set gives every sample once and in order, on any workers and after a resume."""
 
 import random
 from itertools import count, islice
@@ -34,7 +34,7 @@ def keys_of(rank, world_size, micro_batch_size, epochs=2, start=0):
 
 
 def read(dataset, keys):
-    """Every sample that counts: (number, its draws)."""
+    """The draws of every sample that is not a placeholder, by its number."""
     batches = [(key, dataset.__getitems__(key)) for key in keys if not key.placeholder or dataset.__getitems__(key)]
     return {
         number: draws
@@ -97,7 +97,7 @@ def changing():
         (numbers, {"samples_per_epoch": 0}, "from_stream: samples_per_epoch 0: must be a whole number, at least 1"),
     ],
 )
-def test_errors_are_named(make, more, message):
+def test_an_error_names_the_stream_and_its_cause(make, more, message):
     with pytest.raises(UserError) as refusal:
         read(from_stream(make, **{"samples_per_epoch": SIZE, "seed": 0, **more}), keys_of(0, 1, 7))
     assert message in str(refusal.value)
@@ -113,7 +113,7 @@ def test_collate_may_take_samples_of_any_shape():
 
 @pytest.mark.parametrize("is_loaded", [True, False])
 def test_a_state_is_kept_if_it_can_be_loaded(is_loaded, monkeypatch):
-    """By an iterator without a __dict__."""
+    """The iterator has no __dict__."""
     monkeypatch.setattr(streams, "STATE_EVERY_S", 0.0)
 
     class Slots:
@@ -152,7 +152,7 @@ def test_a_state_is_kept_if_it_can_be_loaded(is_loaded, monkeypatch):
 
 
 class Points:
-    """A stream with a state. read: how many samples were read of all of them."""
+    """A stream with a state. read: how many samples all streams of this class have read."""
 
     read = 0
 
@@ -173,9 +173,9 @@ class Points:
 
 
 class Lasting:
-    """One stream for all epochs, as of Hugging Face's datasets: it begins where it was told once, in every epoch.
+    """One stream for all epochs, as of Hugging Face's datasets: every epoch begins at the loaded position.
 
-    Before the first sample of an epoch its state is that of the end of the one before.
+    Before the first sample of an epoch it has the state at the end of the previous epoch.
     """
 
     begins = now = 0
@@ -263,7 +263,7 @@ def test_a_run_matches_a_bare_loop_with_workers_and_after_a_stop(run_here, tmp_p
     assert_same_bits(whole["model"], load(tmp_path / "parts" / "last.pth")["model"])
 
 
-def test_a_stream_with_a_state_is_not_read_again(run_here, tmp_path, monkeypatch):
+def test_a_stream_with_a_state_is_read_again_only_from_its_saved_state(run_here, tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "STATE_EVERY_S", 0.0)
     flags = ["--task", STREAMED.replace("Streamed", "WithState"), *FLAGS]
     run_here(*flags, "--max-steps", 9, "--save-dir", tmp_path / "whole")
@@ -277,7 +277,7 @@ def test_a_stream_with_a_state_is_not_read_again(run_here, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("stopped_at", [4, 5, 6])
-def test_a_stream_restarts_in_each_epoch(stopped_at, run_here, tmp_path, monkeypatch):
+def test_one_stream_for_all_epochs_resumes_bit_identically(stopped_at, run_here, tmp_path, monkeypatch):
     monkeypatch.setattr(streams, "STATE_EVERY_S", 0.0)
     flags = ["--task", STREAMED.replace("Streamed", "OneForAll"), *FLAGS]
     run_here(*flags, "--max-steps", 11, "--save-dir", tmp_path / "whole")

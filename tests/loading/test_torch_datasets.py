@@ -1,4 +1,4 @@
-"""Data sets of torch as data sets of ours: the same items, whoever makes them, in whatever batch."""
+"""An adapted data set of torch gives the same items in any process and in any batch."""
 
 import json
 import random
@@ -49,7 +49,7 @@ def collate(samples, keys):
 
 
 def plain_loop(epoch):
-    """Item after item, each with fresh generators."""
+    """Makes one item after another, each with freshly seeded generators."""
     items = []
     for index in range(SIZE):
         for_random, for_numpy, for_torch = random_bits(SEED, epoch, np.array([index]), 3)[0].tolist()
@@ -60,8 +60,8 @@ def plain_loop(epoch):
     return items
 
 
-def test_items_equal_a_plain_loop_with_and_without_workers():
-    """In any world and micro-batch, in this process and in workers, and begun in the middle of an epoch."""
+def test_items_equal_a_plain_loop_on_any_ranks_and_workers():
+    """Some epochs begin in the middle."""
     expected = {epoch: plain_loop(epoch) for epoch in (0, 1)}
     assert not any(torch.equal(a["draws"], b["draws"]) for a, b in zip(*expected.values(), strict=True))
     dataset = from_dataset(Noisy(), seed=SEED)
@@ -216,7 +216,7 @@ def test_samples_that_are_not_dictionaries_need_a_collate():
         collate((torch.zeros(2), torch.zeros(2)), SampleKeys(np.arange(2), 0))
 
 
-def test_a_plain_torch_dataset_is_not_keyed():
+def test_a_data_set_without_keys_is_refused_until_it_is_adapted():
     tensors = TensorDataset(torch.zeros(3))
     stack = StackDataset(tensors)
     for dataset in (tensors, Subset(tensors, [0, 1]), stack, ConcatDataset([tensors, tensors]), [1, 2]):
@@ -233,20 +233,20 @@ def test_a_plain_torch_dataset_is_not_keyed():
 
 
 class InBatches(Noisy):
-    """With the method by which torch's DataLoader asks for a whole batch."""
+    """A data set with the method by which torch's DataLoader requests a whole batch."""
 
     def __getitems__(self, indices):
         return [self[index] for index in indices]
 
 
 class Keyed(Noisy):
-    """Items one by one as well, for whoever looks at them."""
+    """A keyed data set that gives single items as well."""
 
     def __getitems__(self, keys):
         return {"x": torch.zeros(len(keys.index))}
 
 
-def test_a_batch_of_indices_is_not_a_batch_of_keys():
+def test_a_method_for_batches_of_indices_does_not_count_as_keyed():
     before = torch.get_rng_state()
     with pytest.raises(UserError, match=r"train: InBatches has no `__getitems__\(keys\)`; return trainer.from_dataset"):
         require_keyed(InBatches(), "train")

@@ -1,4 +1,4 @@
-"""Loggers of a user's own: told everything, in order; and whatever they do, it is not the run's business."""
+"""A user's logger receives all events in order, and its failures do not affect the run."""
 
 import errno
 import importlib
@@ -63,7 +63,7 @@ def hurried(monkeypatch):
 
 @pytest.fixture
 def run_with(tmp_path):
-    """A log with one logger, through a run of 3 epochs; returns how long the longest call but the last one took."""
+    """Logs a run of 3 epochs with one logger; returns the seconds of the longest call, without `close`."""
 
     def run(logger):
         log = RunLog(logged_run(tmp_path, config={"lr": 0.5}), own=[BackgroundLogger(logger, "--logger x")])
@@ -92,7 +92,7 @@ def messages(capsys):
     return [line for line in capsys.readouterr().out.splitlines() if "--logger" in line]
 
 
-# --- what it is told ---------------------------------------------------------------------------------------------
+# --- received events ---------------------------------------------------------------------------------------------
 
 
 def test_a_logger_gets_all_events_in_order_and_does_not_change_training(train, tmp_path):
@@ -129,7 +129,7 @@ def test_a_logger_receives_pictures(run_with, tmp_path):
 
 
 def test_several_loggers_do_not_disturb_each_other(train, tmp_path):
-    """The first one changes what it is given."""
+    """The first logger changes the values that it receives."""
     train(tmp_path, *named("Greedy"), f"{FILE}:Other")
     greedy, other = logged(tmp_path, "metrics"), logged(tmp_path, "metrics", f"other-{RECORD}")
     assert [call["values"] for call in greedy] == [call["values"] for call in other] != []
@@ -168,7 +168,7 @@ def test_only_one_of_several_processes_logs(environment, tmp_path):
     assert calls[-1]["state"] == "finished"
 
 
-def test_a_logger_is_told_of_a_refused_run(cli, tmp_path):
+def test_a_logger_receives_the_state_of_a_refused_run(cli, tmp_path):
     status, _, _ = cli(*TINY, "--save-dir", tmp_path, "--lr", 1e38, "--max-grad-norm", 0, *named("Recording"))
     assert status == 2
     assert logged(tmp_path)[-1]["state"] == "refused"
@@ -182,7 +182,7 @@ def test_each_of_several_runs_has_its_own_tracking_run(command, tmp_path):
     assert starts[0][0]["id"] != starts[1][0]["id"]
 
 
-# --- what it does wrong ------------------------------------------------------------------------------------------
+# --- failures of loggers -----------------------------------------------------------------------------------------
 
 
 def test_loggers_end_even_if_the_disk_is_full(tmp_path, monkeypatch):
@@ -239,7 +239,7 @@ def slowly(method):
     return call
 
 
-def test_the_oldest_events_are_dropped_and_counted(monkeypatch, run_with, tmp_path, capsys):
+def test_the_oldest_events_of_a_slow_logger_are_dropped_and_counted(monkeypatch, run_with, tmp_path, capsys):
     monkeypatch.setattr(background, "MAX_WAITING", 4)
     slow = type("Slow", (Recording,), {"start": slowly(slowly(Recording.start))})
     run_with(slow())
@@ -277,18 +277,17 @@ def test_a_process_exits_although_a_logger_blocks(environment, tmp_path):
         (f"{FILE}:NeedsMore", "cannot be created: TypeError: "),
     ],
 )
-def test_errors_are_refused_before_anything_is_written(value, part, refused, tmp_path):
+def test_a_wrong_logger_is_refused_before_anything_is_written(value, part, refused, tmp_path):
     refused([part], *TINY, "--save-dir", tmp_path / "run", "--logger", value)
     assert not contents(tmp_path)
 
 
-def test_errors_are_shown_with_errors_of_other_flags(refused, tmp_path):
+def test_errors_of_loggers_are_shown_with_errors_of_other_flags(refused, tmp_path):
     parts = ["--logger x: must be", "--logger no.py:A: there is no file", "--lr 0: must be above 0"]
     refused(parts, *TINY, "--save-dir", tmp_path / "run", "--logger", "x", "no.py:A", "--lr", 0)
 
 
-def test_modules_beside_a_logger_do_not_shadow_imports(run_here, tmp_path):
-    """A file that is named like a library is told apart from it."""
+def test_a_logger_file_named_like_a_library_does_not_shadow_it(run_here, tmp_path):
     (tmp_path / "tensorboard.py").write_text(FILE.read_text())
     run_here(*TINY, "--save-dir", tmp_path / "run", "--logger", f"{tmp_path / 'tensorboard.py'}:Recording")
     assert importlib.import_module("tensorboard").__file__ != str(tmp_path / "tensorboard.py")

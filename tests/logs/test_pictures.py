@@ -1,4 +1,4 @@
-"""Pictures in TensorBoard: what they show, when they are drawn, and that training does not notice."""
+"""Pictures in TensorBoard: what they show, when they are drawn, and that they do not change training."""
 
 import io
 import json
@@ -28,7 +28,7 @@ STEPS_PER_EPOCH = 4  # 101 sequences
 
 
 class Showing(Weighted):
-    """The task for tests, with pictures. It remembers what it was asked to draw, and wastes random numbers."""
+    """The task for tests, with pictures. It notes what it draws, and uses up random numbers."""
 
     def pictures(self, sums):
         value = min(255, int(sums["hits"]))
@@ -80,7 +80,7 @@ def image_steps(directory):
     return {tag: [event.step for event in found.Images(tag)] for tag in found.Tags()["images"]}
 
 
-# --- what is shown -----------------------------------------------------------------------------------------------
+# --- content of pictures -----------------------------------------------------------------------------------------
 
 
 def test_an_array_is_shown_as_it_is(tmp_path):
@@ -160,7 +160,7 @@ def test_pictures_of_validations_do_not_change_training(showing, tmp_path, signa
 
 
 def test_a_resumed_run_repeats_no_picture_and_loses_none(showing, tmp_path, signals_restored):
-    """From the files of a run that was killed long after its checkpoint, and from its end."""
+    """One run was killed long after its checkpoint, and one run is resumed at its end."""
     argv = ["--task", "showing", "--keep-checkpoints", "0"]
     train(tmp_path / "whole", *argv, "--epochs", "4")
     entries = json.loads((tmp_path / "whole" / "manifest.json").read_text())["checkpoints"]
@@ -181,7 +181,7 @@ def test_several_processes_log_pictures_once(command, tmp_path):
     assert all(len(at) == 1 for at in steps.values())
 
 
-# --- numbers beside them -------------------------------------------------------------------------------------------
+# --- numbers in TensorBoard ----------------------------------------------------------------------------------------
 
 
 def test_only_time_waiting_for_data_is_logged_as_data_wait(showing, tmp_path, signals_restored):
@@ -202,7 +202,7 @@ def hyperparameters(directory):
 
 
 def test_hyperparameters_are_logged_with_the_final_scores(tmp_path):
-    """A run that is trained on with another learning rate shows the one that it ended with."""
+    """A run that resumes with another learning rate shows the last learning rate."""
     for step, lr in ((10, 0.25), (20, 0.5)):
         config = {"lr": lr, "hidden-dims": (64, 8), "warmup-epochs": None, "no-augmentation": True, "amp": "off"}
         log = RunLog(logged_run(tmp_path, step, config))
@@ -213,7 +213,7 @@ def test_hyperparameters_are_logged_with_the_final_scores(tmp_path):
         assert scores == {"best/test/accuracy": lr + 0.25}
 
 
-def test_only_a_finished_run_records_every_flag(showing, tmp_path, signals_restored):
+def test_a_finished_run_records_every_flag_and_an_unfinished_run_none(showing, tmp_path, signals_restored):
     train(tmp_path, "--task", "showing", "--epochs", "1", "--width", "8")
     shown, scores = hyperparameters(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())["config"]

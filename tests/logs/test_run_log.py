@@ -37,7 +37,7 @@ def right_edges(line):
 
 
 def test_every_cell_stands_under_its_header(written):
-    """Epochs with and without validation, the first one without; the longest numbers."""
+    """Some epochs, the first among them, have no validation. The numbers are as long as they can be."""
     lines = (written([TRAIN, BOTH, TRAIN, BOTH]) / "val.log").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["epoch", "1", "epoch", "2", "3", "4"]
     assert right_edges(lines[0]) == right_edges(lines[1])
@@ -78,7 +78,7 @@ def test_events_are_written_at_once_and_a_full_disk_raises_once(tmp_path, capfd)
 
 
 def test_only_a_segment_with_steps_has_a_speed(tmp_path):
-    """A run may resume after the last step of an epoch, whose report then comes at once."""
+    """A run that resumes after the last step of an epoch reports this epoch without a step."""
     log = RunLog(logged_run(tmp_path))
     for number, samples in enumerate((0, 8), start=1):
         log.start_segment(Position(number - 1), None, 8, 8 - samples)
@@ -103,7 +103,7 @@ def test_an_evaluation_within_an_epoch_has_its_own_row_and_record(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["train.log", "val.log"])
-def test_full_disk_while_logging(name, refused, tmp_path):
+def test_a_full_disk_while_logging_is_refused(name, refused, tmp_path):
     (tmp_path / name).symlink_to("/dev/full")
     refused([f"--save-dir {tmp_path}: "], *TINY, "--save-dir", tmp_path)
     assert not list(tmp_path.glob("*.tmp"))

@@ -57,7 +57,7 @@ def finished_run(command, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(finished_run, environment):
-    """Of a TensorBoard that shows the run."""
+    """The address of a TensorBoard that shows the run."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -90,7 +90,7 @@ def browser(tmp_path_factory):
 
 
 def wait_until(is_true):
-    """Fails with the last error or answer when it takes too long."""
+    """Waits until a function returns a true value; fails with its last error or answer."""
     give_up = time.monotonic() + PATIENCE_S
     while True:
         try:
@@ -106,7 +106,7 @@ def wait_until(is_true):
 
 
 def wait_for(browser, script, wanted):
-    """Until the script finds all that is wanted on the page; returns what it found."""
+    """Waits until a script finds all wanted items on the page; returns what it found."""
     found = []
 
     def is_there():

@@ -1,4 +1,4 @@
-"""What a step changes besides what it trains: the same wherever it is saved and stopped, on any number of processes."""
+"""State that steps change besides parameters is the same with any saves, stops and number of processes."""
 
 import json
 
@@ -38,20 +38,20 @@ def test_distillation_matches_a_bare_loop(run_here, command, tmp_path):
 def test_one_process_resumes_bit_identically_from_any_step(task, run_here, tmp_path):
     argv = ["--task", f"{FILE}:{task}", "--save-every-steps", 1, "--keep-checkpoints", 0, *RUN]
     run_here(*argv, tmp_path / "whole")
-    assert_goes_on(lambda directory: run_here(*argv, directory), tmp_path, (1, 3, 5))
+    assert_resumes(lambda directory: run_here(*argv, directory), tmp_path, (1, 3, 5))
 
 
 def test_two_processes_resume_bit_identically_and_saves_change_nothing(command, tmp_path):
     argv = [*TWO, "--task", f"{FILE}:Remembering", "--keep-checkpoints", 0, *RUN]
     command(*argv, tmp_path / "whole", "--save-every-steps", 1)
-    assert_goes_on(lambda directory: command(*argv, directory, "--save-every-steps", 1), tmp_path, (2,))
+    assert_resumes(lambda directory: command(*argv, directory, "--save-every-steps", 1), tmp_path, (2,))
     command(*argv, tmp_path / "unsaved")
     whole, unsaved = (load(tmp_path / name / "final.pth")["model"] for name in ("whole", "unsaved"))
     assert_same_bits(whole, unsaved)
     assert float(whole["mean"].abs().sum()) > 0 and int(whole["num_batches"]) == 4
 
 
-def assert_goes_on(train, folder, steps):
+def assert_resumes(train, folder, steps):
     entries = json.loads((folder / "whole" / "manifest.json").read_text())["checkpoints"]
     for i in steps:
         cut_back(folder / "whole", entries[:i], folder / str(i))
@@ -60,7 +60,7 @@ def assert_goes_on(train, folder, steps):
 
 
 def test_a_skipped_step_leaves_no_trace_in_buffers(run_here, tmp_path):
-    """Else a NaN would stay in a running mean for ever."""
+    """Otherwise a NaN would stay in a running mean for ever."""
     (tmp_path / "poisoned.py").write_text(
         "from tests.helpers.remembering_task import *\n"
         "class Poisoned(Remembering):\n"
@@ -85,7 +85,7 @@ def test_a_parameter_that_changes_in_forward_is_refused(refused, tmp_path):
 
 
 def test_every_random_generator_resumes_bit_identically(run_here, tmp_path):
-    """In a forward, and where the data are divided by one that the task does not seed."""
+    """The task draws in forward passes and for its split of the data, from generators that it does not seed."""
     (tmp_path / "drawing.py").write_text(
         "import random\n"
         "import numpy as np\n"
@@ -106,4 +106,4 @@ def test_every_random_generator_resumes_bit_identically(run_here, tmp_path):
     )
     argv = ["--task", f"{tmp_path / 'drawing.py'}:Drawing", "--save-every-steps", 1, "--keep-checkpoints", 0, *RUN]
     run_here(*argv, tmp_path / "whole")
-    assert_goes_on(lambda directory: run_here(*argv, directory), tmp_path, (1, 3))
+    assert_resumes(lambda directory: run_here(*argv, directory), tmp_path, (1, 3))

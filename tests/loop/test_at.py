@@ -1,4 +1,4 @@
-"""A task that goes by where the run is and by its scores learns what a bare loop does, and the same after a resume."""
+"""A task that uses progress and scores learns what a bare loop learns, without and with a resume."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def data(num, seed):
 
 
 def steps(epoch):
-    """The middle and the samples of each."""
+    """The middle and the samples of each step of an epoch."""
     order = torch.from_numpy(EpochOrder(0, epoch, 0, 21).take(0, 21))
     return [((start + min(start + 8, 21)) // 2, order[start : start + 8]) for start in (0, 8, 16)]
 
@@ -65,7 +65,7 @@ def on_plateau():
     return model, optimizer.param_groups[0]["lr"]
 
 
-def assert_goes_on(run, argv, folder, cuts):
+def assert_resumes(run, argv, folder, cuts):
     entries = json.loads((folder / "whole" / "manifest.json").read_text())["checkpoints"]
     for i in cuts:
         cut_back(folder / "whole", entries[:i], folder / str(i))
@@ -88,7 +88,7 @@ def test_a_task_that_uses_progress_and_scores_matches_a_bare_loop(run_here, envi
         assert results["test/on_test"] == 1
     last = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     assert any({"train/on_train", "val/on_val"} <= each.get("metrics", each).keys() for each in last)
-    assert_goes_on(run_here, argv, tmp_path, (5, 10))
+    assert_resumes(run_here, argv, tmp_path, (5, 10))
 
 
 def test_a_plateau_schedule_equals_pytorchs_and_resumes_bit_identically(run_here, tmp_path):
@@ -98,7 +98,7 @@ def test_a_plateau_schedule_equals_pytorchs_and_resumes_bit_identically(run_here
     final = load(tmp_path / "whole" / "final.pth")
     assert rate == LR * 0.5 ** final["rate_drops"] == LR / 8
     assert largest_difference(final, {"model": model.state_dict()}) < 1e-12
-    assert_goes_on(run_here, argv, tmp_path, (8, 11))
+    assert_resumes(run_here, argv, tmp_path, (8, 11))
 
 
 def test_a_plateau_schedule_respects_the_minimum_rate(run_here, tmp_path):
@@ -117,6 +117,6 @@ def test_a_plateau_schedule_respects_the_minimum_rate(run_here, tmp_path):
         ),
     ],
 )
-def test_invalid_flags_are_refused(argv, message, run_here, tmp_path):
+def test_invalid_flags_and_task_states_are_refused(argv, message, run_here, tmp_path):
     _, error = run_here(*argv, "--save-dir", tmp_path, status=2)
     assert message in error and "Traceback" not in error

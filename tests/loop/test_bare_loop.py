@@ -1,4 +1,4 @@
-"""What a run learns is what a bare loop learns, written by hand with torch's own optimizers, in float64.
+"""A run learns what a bare loop learns, which is written by hand with torch's own optimizers, in float64.
 
 Ranks that agree with each other could all be wrong; this loop knows nothing of the trainer but the order of samples.
 """
@@ -73,18 +73,18 @@ def cosine(progress, step):
 
 
 def linear(progress, step):
-    """To a tenth of the peak."""
+    """A linear decay to a tenth of the peak."""
     return 1 - 0.9 * (progress - WARMUP) / (EPOCHS - WARMUP)
 
 
 def wsd(progress, step):
-    """Down from four fifths of the run on."""
+    """A decay in the last fifth of the run."""
     return 1.0 if progress < 2.4 else 1 - math.sqrt((progress - 2.4) / 0.6)
 
 
 @dataclass(frozen=True)
 class Case:
-    """optimizers: of a model. factor: of the learning rate after warm-up, by epochs and steps done."""
+    """optimizers: makes those of a model. factor: of the learning rate after warm-up, from epochs and steps done."""
 
     task: str
     flags: tuple
@@ -126,7 +126,7 @@ CASES = {
 
 
 def clip(params):
-    """torch.nn.utils.clip_grad_norm_, which does not take sparse gradients."""
+    """Clips as torch.nn.utils.clip_grad_norm_ does, which does not support sparse gradients."""
     if not any(p.grad.is_sparse for p in params):
         return nn.utils.clip_grad_norm_(params, MAX_NORM)
     for p in params:
@@ -148,7 +148,7 @@ class Learnt:
 
 
 def learnt(case, bad_sample=-1):
-    """What the bare loop comes to. It leaves out steps with a bad sample."""
+    """The result of the bare loop, which skips steps with a bad sample."""
     torch.manual_seed(0)
     data, model = Samples(NUM_TRAIN, 0), Classifier(sparse=case.task == "Sparse").double()
     optimizers = case.optimizers(model)
@@ -192,7 +192,7 @@ def argv_of(name, accumulation, world_size):
 
 
 def run_all(environment, keys, folder):
-    """What each process of a world does: each case and accumulation, and it again from the middle of an epoch."""
+    """Trains every case on one process of a world, and resumes it from the middle of an epoch."""
     return max(run_twice(environment, *key, folder / name_of(*key)) for key in keys)
 
 
@@ -220,7 +220,7 @@ def again(place):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """Trains cases in a world of so many processes, once: the folder of their runs."""
+    """Trains cases once in a world of a given size; returns the folder of their runs."""
 
     @functools.cache
     def of_size(world_size, keys):
@@ -255,13 +255,13 @@ def test_two_processes_match_a_bare_loop(key, world):
 @pytest.mark.slow
 @pytest.mark.parametrize("key", ALL, ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_every_case_at_every_world_size(world_size, key, world):
+def test_every_case_matches_a_bare_loop_at_every_world_size(world_size, key, world):
     check(world(world_size, ALL), *key)
 
 
 @pytest.mark.parametrize("name", ["momentum", "sparse"])
-def test_nonfinite_steps_are_skipped(name, run_here, tmp_path):
-    """The very first one too, when there are no moments yet."""
+def test_a_run_that_skips_nonfinite_steps_matches_a_bare_loop(name, run_here, tmp_path):
+    """The first step is skipped too, before there are moments."""
     bad = int(EpochOrder(0, 0, 0, NUM_TRAIN).take(0, 1)[0])
     expected = learnt(CASES[name], bad)
     assert expected.num_skipped == EPOCHS
@@ -280,8 +280,8 @@ def test_data_parallel_learns_from_sparse_gradients(tmp_path):
     assert difference(load(tmp_path / "last.pth")["model"], learnt(CASES["sparse"]).weights) < 1e-9
 
 
-def test_test_cases_differ():
-    """Or some of them would prove nothing."""
+def test_no_two_cases_learn_the_same_weights():
+    """A case that learns the same as another would prove nothing."""
     weights = {name: learnt(case).weights for name, case in CASES.items()}
     for name, its in weights.items():
         for other, theirs in weights.items():

@@ -1,4 +1,4 @@
-"""`--grad-checkpointing` and `--compile`: the same learning, the same checkpoints, the same after a resume."""
+"""`--grad-checkpointing` and `--compile` change neither what is learnt nor checkpoints, without and with a resume."""
 
 import shutil
 from typing import ClassVar
@@ -36,7 +36,7 @@ def without_a_compiler(graph, inputs):
 
 
 class Counted(nn.Linear):
-    """Counts the forwards of all that are of its kind."""
+    """Counts the forward passes of all its instances."""
 
     calls: ClassVar = [0]
 
@@ -57,8 +57,8 @@ def test_activations_are_computed_twice_with_gradients_and_once_without():
     assert Counted.calls == [3]
 
 
-def test_gradients_of_gradients_are_the_same():
-    """Of a penalty on the gradient by the input, as of some GANs."""
+def test_recomputing_keeps_gradients_of_gradients():
+    """Some GANs have a penalty on the gradient with respect to the input."""
     found = []
     for recomputed in (False, True):
         torch.manual_seed(0)
@@ -76,7 +76,7 @@ def test_gradients_of_gradients_are_the_same():
 
 
 def test_recomputing_is_bit_identical(train_ragged, tmp_path):
-    """With dropout, batch norm, accumulation and the validation after each epoch."""
+    """The run has dropout, batch norm, accumulation and validation after each epoch."""
     more = ["--grad-accum-steps", 2]
     plain = train_ragged(tmp_path / "plain", *more)
     assert_same_bits(plain, train_ragged(tmp_path / "recomputed", *more, "--grad-checkpointing"))
@@ -129,11 +129,11 @@ def test_double_backward_through_compiled_code_is_refused(refused, monkeypatch, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", ["--compile", "--grad-checkpointing"])
-def test_two_processes_have_equal_weights(flag, command, tmp_path):
+def test_two_processes_match_one_process_without_the_flag(flag, command, tmp_path):
     found = []
     for world_size, more in ((1, []), (2, [flag])):
         where = ["--save-dir", tmp_path / str(world_size), "--dtype", "float64"]
-        where += ["--global-batch-size", 4, "--batch-size", 1]  # the model tells padding from none
+        where += ["--global-batch-size", 4, "--batch-size", 1]  # padding changes the result of this model
         plain = ["--dropout", 0, "--no-norm"]
         command(*launcher(world_size), "--task", AHEAD_OF_TIME, *SHORT, *where, *plain, *more)
         found.append(load(tmp_path / str(world_size) / "final.pth"))
@@ -142,8 +142,8 @@ def test_two_processes_have_equal_weights(flag, command, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for CPUs by g++")
-def test_the_real_compiler(train_ragged, monkeypatch, tmp_path):
-    """With dropout, which it draws in its own way, and batch norm: resumed as unbroken; without, as if not compiled."""
+def test_the_real_compiler_resumes_bit_identically_and_matches_eager(train_ragged, monkeypatch, tmp_path):
+    """The compiler draws dropout in its own way, so the comparison with eager has no dropout."""
     monkeypatch.setattr(blocks, "BACKEND", "inductor")
     monkeypatch.setattr(inductor_config, "compile_threads", 1)  # else it keeps a pool of threads
     often = ["--compile", "--save-every-steps", 3, "--keep-checkpoints", 0]
@@ -168,7 +168,7 @@ def test_the_real_compiler(train_ragged, monkeypatch, tmp_path):
         pytest.param(["--task", "tabular", "--width", "8", "--num-val-tables", "4"], id="nano"),
     ],
 )
-def test_shipped_models_are_reproduced_bit_identically(argv, run_here, tmp_path):
+def test_recomputing_shipped_models_is_bit_identical(argv, run_here, tmp_path):
     found = []
     for more in ([], ["--grad-checkpointing"]):
         folder = tmp_path / f"run{len(more)}"

@@ -1,4 +1,4 @@
-"""Running statistics of batch norms: of all processes, of real samples alone, the same after any resume."""
+"""Running statistics of batch norms cover the real samples of all processes, and are the same after a resume."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ TINY = ["--task", NORMED, "--epochs", EPOCHS, "--lr", LR, "--batch-size", SIZE, 
 
 
 class BareLoop:
-    """Plain torch, the processes one after the other: each from the statistics that all had before the step."""
+    """Plain torch runs the processes one after another, each from the statistics before the step."""
 
     def __init__(self, world_size, whole):
         self.task = Normed(NormedFlags(), seed=0, cache_dir=None)
@@ -79,7 +79,7 @@ class BareLoop:
 
 @pytest.mark.parametrize(("world_size", "whole"), [(1, 6), (2, 5), pytest.param(3, 4, marks=pytest.mark.slow)])
 def test_statistics_cover_all_processes(world_size, whole, command, tmp_path):
-    """Accumulation, unequal shares, and a last step of one sample, of which all other processes have a placeholder."""
+    """Steps have accumulation and unequal shares. For a last step of one sample, other processes have placeholders."""
     command(*launcher(world_size), *TINY, "--global-batch-size", whole, "--save-dir", tmp_path)
     found, expected = load(tmp_path / "final.pth")["model"], BareLoop(world_size, whole).weights()
     assert found.keys() == expected.keys()
@@ -89,7 +89,7 @@ def test_statistics_cover_all_processes(world_size, whole, command, tmp_path):
 
 
 @pytest.mark.slow
-def test_resumes_bit_identically_from_an_extra_save(command, tmp_path):
+def test_a_run_resumes_bit_identically_from_an_extra_save(command, tmp_path):
     run = [*launcher(2), *TINY, "--dtype", "float32", "--global-batch-size", 4]
     command(*run, "--save-dir", tmp_path / "whole")
     saving = ["--save-every-steps", 1, "--keep-checkpoints", 0]
@@ -100,7 +100,7 @@ def test_resumes_bit_identically_from_an_extra_save(command, tmp_path):
     assert_same_bits(load(tmp_path / "whole" / "final.pth"), load(tmp_path / "resumed" / "final.pth"))
 
 
-def test_a_placeholder_leaves_no_trace():
+def test_a_placeholder_leaves_no_trace_in_running_statistics():
     norm = nn.BatchNorm1d(2)
     statistics = Buffers(nn.Sequential(norm))
     norm(torch.randn(8, 2))
@@ -113,7 +113,7 @@ def test_a_placeholder_leaves_no_trace():
     assert int(norm.num_batches_tracked) == 3
 
 
-# --- a sample alone ----------------------------------------------------------------------------------------------
+# --- single samples ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_a_single_sample_for_batch_norm_is_refused_in_one_sentence(more, parts, 
         ["--num-steps", 1, "--batch-size", 4, "--num-train", 14],
     ],
 )
-def test_people_who_are_not_held_out_are_trained_on(more, cli, tmp_path):
+def test_steps_in_which_batch_norm_has_several_values_are_accepted(more, cli, tmp_path):
     assert cli(*TINY, *more, "--save-dir", tmp_path)[0] == 0
 
 

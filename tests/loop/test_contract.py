@@ -1,4 +1,4 @@
-"""A task that breaks its contract is told so in one sentence, which names the method."""
+"""A task that breaks its contract is refused in one sentence, which names the method."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def with_splits(change):
 
 
 def with_batch(**changes):
-    """Its batches with these entries; those that are None are left out."""
+    """A task whose batches have these entries, except entries that are None."""
 
     def collate(self, samples, keys):
         batch = Weighted.collate(self, samples, keys) | changes
@@ -30,7 +30,7 @@ def with_batch(**changes):
 
 
 def with_sums(sums):
-    """Its objective returns in train mode what `sums` makes of a loss."""
+    """A task whose objective returns `sums` of the loss."""
 
     class Objective(WeightedObjective):
         def forward(self, batch, phase="train"):
@@ -213,7 +213,7 @@ def test_a_bad_result_of_a_later_batch_is_refused_after_saving_earlier_steps(
     assert load(tmp_path / "run" / "last.pth")["step"] == 2
 
 
-def test_blocks_that_share_a_parameter(refused, tmp_path, monkeypatch):
+def test_blocks_that_share_a_parameter_are_refused(refused, tmp_path, monkeypatch):
     class Tied(Weighted):
         def build_objective(self):
             objective = super().build_objective()
@@ -253,6 +253,6 @@ AFTER_AN_EPOCH = {
 
 
 @pytest.mark.parametrize(("task", "message"), AFTER_AN_EPOCH.values(), ids=AFTER_AN_EPOCH)
-def test_errors_shown_only_by_scores_are_one_sentence(task, message, refused, tmp_path, monkeypatch):
+def test_errors_that_only_scores_show_are_refused_in_one_sentence(task, message, refused, tmp_path, monkeypatch):
     monkeypatch.setitem(TASKS, "broken", task)
     refused([message], *TINY, "--task", "broken", "--save-dir", tmp_path / "run")

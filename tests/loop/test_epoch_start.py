@@ -1,4 +1,4 @@
-"""What a task computes between epochs, the orders that it chooses, and the progress that it is told."""
+"""What a task computes between epochs, the orders that it chooses, and the progress that it receives."""
 
 import json
 
@@ -28,7 +28,7 @@ def assert_close(one, other):
         ("Bucketed", 3),
     ],
 )
-def test_a_plateau_schedule_is_equal_on_two_processes_and_after_any_resume(task, stride, run_here, command, tmp_path):
+def test_a_run_is_equal_on_two_processes_and_after_any_resume(task, stride, run_here, command, tmp_path):
     argv = ["--task", f"{FILE}:{task}", *RUN, "--global-batch-size", 12]
     run_here(*argv, "--save-dir", tmp_path / "whole")
     expected = final(tmp_path / "whole")
@@ -43,7 +43,7 @@ def test_a_plateau_schedule_is_equal_on_two_processes_and_after_any_resume(task,
     assert_close(expected, final(tmp_path / "two"))
 
 
-def test_a_stop_at_an_epochs_start_does_not_compute_it_twice(command, tmp_path):
+def test_a_stop_at_the_start_of_an_epoch_does_not_repeat_on_epoch_start(command, tmp_path):
     argv = ["main.py", "--task", f"{FILE}:Stopped", *RUN]
     mark = tmp_path / "mark"
     mark.touch()
@@ -56,7 +56,7 @@ def test_a_stop_at_an_epochs_start_does_not_compute_it_twice(command, tmp_path):
 
 
 @pytest.mark.slow
-def test_another_value_on_another_rank_is_refused(command, tmp_path):
+def test_different_weights_on_two_ranks_after_on_epoch_start_are_refused(command, tmp_path):
     argv = ["--task", f"{FILE}:Refreshing", *RUN, "--differs", *TWO, "--save-dir", tmp_path]
     done = command("main_multi_gpu.py", *argv, status=2)
     assert "Refreshing.on_epoch_start left different weights or buffers on rank 1 and rank 0" in done.stderr
@@ -64,7 +64,7 @@ def test_another_value_on_another_rank_is_refused(command, tmp_path):
 
 @pytest.fixture
 def received(run_here, tmp_path, monkeypatch):
-    """For a task and more flags: the samples of each batch of each epoch."""
+    """Trains a task; returns the samples of each batch of each epoch."""
 
     def train(task, *more):
         (tmp_path / "record").mkdir()
@@ -90,15 +90,15 @@ def test_short_epochs_use_different_samples(received):
     assert len(set.union(*epochs)) > 60
 
 
-def test_a_custom_order_skips_no_sample(run_here, tmp_path):
+def test_drop_last_is_refused_with_a_custom_order(run_here, tmp_path):
     argv = ["--task", f"{FILE}:Bucketed", *RUN, "--batch-size", 5, "--save-dir", tmp_path, "--drop-last"]
     _, err = run_here(*argv, status=2)
     assert "--drop-last: Bucketed.order('train') makes the batches" in err
 
 
 @pytest.mark.parametrize("more", [[], pytest.param(TWO, marks=pytest.mark.slow)], ids=["one", "two"])
-def test_keys_tell_the_progress_of_their_step(more, command, tmp_path):
-    """Every sample of a step the same, at any number of devices; 0 in evaluation."""
+def test_keys_contain_the_progress_of_their_step(more, command, tmp_path):
+    """All samples of a step have the same progress, on any number of devices. It is 0 in evaluation."""
     script = "main_multi_gpu.py" if more else "main.py"
     argv = ["--task", f"{FILE}:Annealed", *RUN, "--global-batch-size", 12, *more, "--save-dir", tmp_path]
     command(script, *argv)

@@ -1,4 +1,4 @@
-"""What forwards keep in buffers and plain attributes: as in a bare loop, on any number of processes, after a resume."""
+"""Buffers and attributes that forward passes change: as in a bare loop, on two processes and after a resume."""
 
 import json
 
@@ -37,9 +37,9 @@ def train_two(environment, tmp_path):
 
 
 class BareLoop:
-    """Plain torch: a copy of the model for each process, whose gradients are summed, and whose buffers are the first's.
+    """Plain torch with one copy of the model per process. Gradients are summed, and buffers come from the first copy.
 
-    But for buffers that are not persistent and made anew, which each keeps of its own, as all attributes.
+    Each copy keeps its own attributes, and its own non-persistent buffers that a forward pass replaces.
     """
 
     def __init__(self, kind, world_size, size):
@@ -83,7 +83,7 @@ def assert_learnt_as(loop, folder):
     found, expected = load(folder / "final.pth")["model"], loop.weights()
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        # Running statistics of several processes are those of test_batch_norm.py.
+        # test_buffers.py tests running statistics of several processes.
         if loop.world_size == 1 or not name.endswith(("running_mean", "running_var")):
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
@@ -105,19 +105,19 @@ def test_one_process_matches_a_bare_loop(kind, run_here, tmp_path):
     ],
 )
 def test_two_processes_match_a_bare_loop(form, kind, train_two, tmp_path):
-    """With accumulation, and a placeholder in the last step of an epoch, of 3 and 2 samples."""
-    size = 4 if "BatchNorm" in kind else 2  # which refuses a sample alone
+    """Steps have accumulation, and the last step of an epoch has a placeholder, with shares of 3 and 2 samples."""
+    size = 4 if "BatchNorm" in kind else 2  # batch norm refuses a single sample
     train_two(form, tmp_path / "run", *of(kind), "--batch-size", size)
     assert_learnt_as(BareLoop(kind, 2, size), tmp_path / "run")
 
 
-def test_attributes_of_the_objective_begin_with_the_first_step(run_here, tmp_path):
+def test_attributes_of_the_objective_count_only_forward_passes_of_steps(run_here, tmp_path):
     out = run_here("--task", f"{FILE}:Counted", *RUN, "--batch-size", 3, "--save-dir", tmp_path).out
     assert "Forward passes change plain attributes: calls. Checkpoints lack these attributes" in out
     assert float(load(tmp_path / "final.pth")["model"]["calls_of_objective"]) == 2 * 8  # 3 + 3 + 2 micro-batches
 
 
-# --- computed a second time --------------------------------------------------------------------------------------
+# --- recomputed forward passes -----------------------------------------------------------------------------------
 
 
 CHANGING = [
@@ -145,7 +145,7 @@ def test_recomputing_is_bit_identical_on_two_processes(kind, train_two, tmp_path
     assert_same_bits(*(load(tmp_path / name / "final.pth") for name in "01"))
 
 
-def test_a_change_after_the_first_forward_pass_is_refused(refused, tmp_path):
+def test_recomputing_is_refused_if_a_buffer_first_changes_later(refused, tmp_path):
     part = "--grad-checkpointing: forward passes change model.0.1.scale, which the first forward pass did not change"
     refused([part], *of("LateScaled"), "--grad-checkpointing", "--save-dir", tmp_path)
 
@@ -189,7 +189,7 @@ def test_a_checkpoint_without_other_buffers_still_resumes(run_here, tmp_path):
     run_here(*of("ScaledLocally"), *EVERY, "--resume-from", tmp_path / "older.pth", "--save-dir", tmp_path / "resumed")
 
 
-# --- refused, or told --------------------------------------------------------------------------------------------
+# --- refusals and messages ---------------------------------------------------------------------------------------
 
 
 def test_a_persistent_buffer_that_grows_is_refused_before_training(refused, tmp_path):
@@ -207,8 +207,8 @@ def test_a_buffer_that_grows_later_is_refused_at_that_step(refused, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_the_error_is_raised_on_all_ranks(form, train_two, tmp_path):
-    """One that grows by one row on rank 0, and by two on rank 1."""
+def test_a_buffer_that_grows_differently_on_two_ranks_is_refused_on_both(form, train_two, tmp_path):
+    """The buffer grows by one row on rank 0, and by two rows on rank 1."""
     argv = [*of("LatePersistentTable"), "--save-every-steps", 1]
     output = train_two(form, tmp_path / "run", *argv, statuses=(2, 2))
     (error,) = [line for line in output.splitlines() if line.startswith("error: ")]

@@ -1,4 +1,4 @@
-"""Helpers of an objective: on its device, in its type, frozen, in eval mode, and in no checkpoint but by a digest."""
+"""Helpers of an objective have its device and dtype, are frozen in eval mode, and are saved only as a digest."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Losses of all rows of a step are those of one graph over all forwards of the step, written by hand in float64."""
+"""A joint loss equals the loss of one graph over all forward passes of a step, written by hand in float64."""
 
 import dataclasses
 import functools
@@ -58,7 +58,7 @@ class Case:
 
 NAMES = "Joint", "Clips", "OfTriplets", "VicRegs"
 TWO_LEFT = 26
-"""Training samples of which the last step of an epoch has two, so that the third process has none."""
+"""A number of samples that leaves two for the last step of an epoch, so that the third process has none."""
 CASES = {
     1: [
         *(Case(task, 4, 30, dropout=0.3, norm=True, resumes=task == "Joint") for task in NAMES),
@@ -90,7 +90,7 @@ REFUSED = {
     ),
     "twice": (Case("Gathers", 3), (), "trainer.gather: gathers the rows of one forward pass, but this step has 2"),
 }
-"""By name what two processes are refused: flags besides, and what is said of it."""
+"""What two processes refuse, by name: (case, further flags, message)."""
 
 
 # --- one graph by hand -------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class OfRank(SingleDevice):
 
 
 def learnt(case, world_size):
-    """What a bare loop comes to: the state of the model, with the statistics of batch norm on one process."""
+    """The state dict after a bare loop. Its batch norm statistics hold for one process."""
     task_type = joint_task.Joint if case.task.startswith("Gathers") else getattr(joint_task, case.task)
     config = joint_task.JointFlags(num_train=case.num_train, dropout=case.dropout, norm=case.norm)
     task = task_type(config, seed=0, cache_dir=None)
@@ -142,7 +142,7 @@ def learnt(case, world_size):
 
 
 def run_all(environment, folder):
-    """What each process of a world does: every case, and it again from the middle of an epoch."""
+    """Trains every case on one process of a world, and resumes some from the middle of an epoch."""
     usual = ddp.OVERLAP_BYTES
     for case in CASES[environment.world_size]:
         ddp.OVERLAP_BYTES = 0 if case.overlaps else usual
@@ -170,7 +170,7 @@ def again(place):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """Trains the cases of a world of so many processes, once: the folder of their runs."""
+    """Trains the cases of a world of a given size once; returns the folder of their runs."""
 
     @functools.cache
     def of_size(world_size):
@@ -184,7 +184,7 @@ def world(tmp_path_factory):
     [(size, case) for size, cases in CASES.items() for case in cases],
     ids=lambda x: getattr(x, "name", x),
 )
-def test_a_step_is_one_graph_over_its_forwards(world_size, case, world):
+def test_a_step_equals_one_graph_over_its_forward_passes(world_size, case, world):
     place = world(world_size) / case.name
     found, expected = load(place / "final.pth")["model"], learnt(case, world_size)
     statistics = [name for name in expected if "running" in name or "tracked" in name]
@@ -197,8 +197,8 @@ def test_a_step_is_one_graph_over_its_forwards(world_size, case, world):
         assert_same_bits(load(place / "final.pth"), load(again(place) / "final.pth"))
 
 
-def test_without_dropout_replicas_equal_the_whole_batch(run_here, tmp_path):
-    """Metrics of training too, whatever the micro-batches are."""
+def test_without_dropout_micro_batches_equal_the_whole_batch(run_here, tmp_path):
+    """Metrics of training are equal too."""
     for size in (12, 5):
         run_here(*Case("Joint", size).flags, "--save-dir", tmp_path / str(size))
     whole, parts = (load(tmp_path / str(size) / "final.pth")["model"] for size in (12, 5))
@@ -208,7 +208,7 @@ def test_without_dropout_replicas_equal_the_whole_batch(run_here, tmp_path):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_features_of_one_process_are_refused_on_several(name, world):
+def test_unsupported_joint_losses_are_refused_on_two_processes(name, world):
     printed = "".join((world(2) / f"rank{rank}.txt").read_text() for rank in (0, 1))
     assert REFUSED[name][2] in printed
     assert "Traceback" not in printed
@@ -242,7 +242,7 @@ def test_data_parallel_is_refused(task, tmp_path):
         train_on_replicas(ReplicasOnCpu(2), tmp_path, *map(str, Case(task, 12).flags[:6]))
 
 
-def test_only_batch_norms_are_named(cli, tmp_path):
+def test_a_joint_loss_beside_batch_norms_gets_a_remark(cli, tmp_path):
     _, out, _ = cli(*Case("Joint", 4, 30, norm=True).flags, "--save-dir", tmp_path / "norm")
     assert "joint_loss gets all rows of a step, but batch norms (model.norm) see only the samples of one" in out
     _, out, _ = cli(*Case("Joint", 4).flags, "--save-dir", tmp_path / "none")
@@ -282,8 +282,8 @@ def test_a_mean_returned_instead_of_a_sum_is_named(name, cli, tmp_path, monkeypa
     assert "as if it were a mean. It must be a sum over the rows" in means
 
 
-def test_evaluation_has_the_rows_of_each_batch(cli, tmp_path):
-    """8 samples in batches of 4: the mean loss of the two, as of each for itself."""
+def test_an_evaluation_averages_the_losses_of_its_batches(cli, tmp_path):
+    """The 8 samples make two batches of 4, each with a joint loss."""
     cli(*Case("Joint", 12).flags, "--eval-batch-size", 4, "--save-dir", tmp_path)
     objective = joint_task.SimClr(joint_task.Encoder(joint_task.JointFlags())).double().eval()
     objective.model.load_state_dict(load(tmp_path / "best.pth")["model"])

@@ -1,4 +1,4 @@
-"""What is known of the last step where the device is behind the host, as a GPU is: by events that come when told."""
+"""The last completed step is found although the device lags behind the host, as a GPU does."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ LOG = SilentLog()
 
 
 class Device(DeviceQueue):
-    """Its work is done up to the given number of marks."""
+    """A device that has passed a given number of marks."""
 
     def __init__(self):
         super().__init__(GROUP_SIZE)
@@ -25,7 +25,7 @@ class Device(DeviceQueue):
 
 
 def steps_of_host(num_steps, device):
-    """A host that has enqueued so many steps: 1 + 3 marks for each."""
+    """A host that has enqueued some steps, with one mark first and then three for each step."""
     last, progress = LastStep(device), Progress()
     last.begin(progress)
     for number in range(1, num_steps + 1):
@@ -49,8 +49,8 @@ def steps_of_host(num_steps, device):
         (10, (3, False)),
     ],
 )
-def test_the_last_step_completed_by_the_device(num_passed, expected):
-    """Between the mark before its optimizer and the one after it nothing is known."""
+def test_the_last_step_that_the_device_completed_is_found(num_passed, expected):
+    """No step is known between the marks before and after an optimizer."""
     device = Device()
     last = steps_of_host(3, device)
     device.num_passed = num_passed
@@ -66,7 +66,7 @@ def test_completed_steps_are_forgotten():
     assert last.find()[0].progress.step == 100
 
 
-def test_a_failure_within_the_optimizer_leaves_no_trace():
+def test_no_completed_step_is_known_while_the_optimizer_runs():
     last = steps_of_host(2, DeviceQueue())
     last.at("forward")
     assert last.find()[1]
@@ -80,8 +80,8 @@ def test_before_training_no_progress_is_known():
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and -m cuda")
-def test_a_gpu_that_waits_for_its_host(monkeypatch):
-    """Behind a kernel that takes a second, as behind an exchange that never ends."""
+def test_the_last_step_is_found_while_a_gpu_lags_behind(monkeypatch):
+    """A kernel that takes a second stands for an exchange that never ends."""
     monkeypatch.setattr(rescue, "DRAINS_WITHIN_S", 0.05)
     last, progress = LastStep(CudaQueue(torch.device("cuda", 0))), Progress()
     last.begin(progress)

@@ -1,4 +1,4 @@
-"""A mean in the place of a sum cannot pass, and whatever else depends on how a batch is divided is named."""
+"""A mean in place of a sum is refused, and any other dependence on the division of a batch is reported."""
 
 import pytest
 import torch
@@ -95,7 +95,7 @@ def very_noisy(self, batch, phase="train"):
 
 
 def by_gradient(self, batch, phase="train"):
-    """As adversarial training, whose forward takes gradients itself."""
+    """Adversarial training computes gradients within its forward pass."""
     x = batch["x"].requires_grad_()
     if self.training:
         (moved,) = torch.autograd.grad(losses(self, {**batch, "x": x}).sum(), x)
@@ -148,7 +148,7 @@ NAMED = {
 
 
 def remarks_of(task_type, *more):
-    """What is said of a new model of a task."""
+    """The remarks about a new model of a task."""
     argv = ["--task", "own", "--device", "cpu", *more]
     flags, problems = parse(argv, several_devices=False, task_type=task_type)
     assert problems == []

@@ -64,7 +64,7 @@ def assert_same_run(a, b):
 
 @pytest.mark.parametrize("max_steps", [3, 5, 12])
 def test_the_schedule_ends_at_the_last_step(max_steps, run_here, tmp_path):
-    """In the first epoch, at its end, and in a later one."""
+    """The run ends in the first epoch, at its end, or in a later epoch."""
     run_here(*RUN, "--max-steps", max_steps, "--save-dir", tmp_path)
     rates = [record["learning_rate"] for record in read_metrics(tmp_path, "step")]
     expected = [LR * lr_factor(n + 0.5, max_steps / 10, max_steps, 0.0) for n in range(max_steps)]
@@ -82,13 +82,13 @@ def test_the_schedule_ends_at_the_last_step(max_steps, run_here, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "warmup"), [(["--warmup-steps", 3], 3), (["--warmup-epochs", 0.5], 2.5), (["--warmup-steps", 8], 8)]
 )
-def test_warm_up_in_steps_and_epochs(flags, warmup, run_here, tmp_path):
+def test_warm_up_is_given_in_steps_or_epochs(flags, warmup, run_here, tmp_path):
     run_here(*RUN, "--max-steps", 8, *flags, "--save-dir", tmp_path)
     rates = [record["learning_rate"] for record in read_metrics(tmp_path, "step")]
     assert rates == pytest.approx([LR * lr_factor(n + 0.5, warmup, 8, 0.0) for n in range(8)], rel=1e-12)
 
 
-def test_warm_up_longer_than_the_run(refused, tmp_path):
+def test_warm_up_longer_than_the_run_is_refused(refused, tmp_path):
     run = [*RUN, "--max-steps", 8, "--save-dir", tmp_path]
     refused(["--warmup-steps 9: exceeds the 8 steps of the run; lower the warm-up or raise --max-steps"],
             *run, "--warmup-steps", 9)  # fmt: skip
@@ -127,7 +127,7 @@ def test_a_changed_limit_extends_or_ends_the_run(run_here, tmp_path):
 
 @pytest.mark.parametrize("length", [["--epochs", 3], ["--max-steps", 13]])
 def test_evaluations_every_n_steps_do_not_change_training(length, run_here, tmp_path):
-    """Augmentation, dropout, an average of the weights, and the sums of an epoch in parts."""
+    """The run has augmentation, dropout and an average of the weights."""
     run = [*RUN, *length, "--dropout", 0.2, "--ema-decay", 0.9]
     run_here(*run, "--save-dir", tmp_path / "plain")
     out, _ = run_here(*run, "--eval-every-steps", 2, "--save-every-steps", 4, "--save-dir", tmp_path / "evaluated")
@@ -140,14 +140,14 @@ def test_evaluations_every_n_steps_do_not_change_training(length, run_here, tmp_
     last = [num_steps] if num_steps % 2 else []
     assert sorted(validated) == [*range(2, num_steps, 2), *last]
     assert [record["step"] for record in records["epoch"]] == list(range(5, num_steps + 1, 5))
-    # Each tells of the steps since the one before.
+    # Each report covers the steps since the previous report.
     losses = {record["step"]: record["train/loss"] for record in records["step"]}
     first = min(records["evaluation"], key=lambda record: record["step"])
     assert first["train/num_samples"] == 16 and losses[1] != first["train/loss"]
     reports = sorted(records["epoch"] + records["evaluation"], key=lambda record: record["step"])
     of_first_epoch = [record for record in reports if record["step"] <= 5]
     assert sum(record["train/num_samples"] for record in of_first_epoch) == 40
-    # One checkpoint for each, which is also that of --save-every-steps.
+    # Each report has one checkpoint, and --save-every-steps saves no second one.
     steps = [entry["step"] for entry in entries_of(tmp_path / "evaluated")]
     assert steps == sorted(set(steps)) == [record["step"] for record in reports]
     rows = [line.split()[0] for line in out.splitlines() if line.strip()[:1].isdigit()]
@@ -155,8 +155,8 @@ def test_evaluations_every_n_steps_do_not_change_training(length, run_here, tmp_
 
 
 @pytest.mark.parametrize("more", [[], ["--eval-every-steps", 4]])
-def test_resumes_bit_identically_from_any_checkpoint(more, run_here, tmp_path):
-    """The records of what comes after it are dropped, and made again."""
+def test_a_run_resumes_bit_identically_from_any_checkpoint(more, run_here, tmp_path):
+    """Records after the checkpoint are dropped, and written again."""
     argv = [*RUN, "--max-steps", 9, *more, "--save-every-steps", 1, "--dropout", 0.2]
     whole = tmp_path / "whole"
     run_here(*argv, "--save-dir", whole)
@@ -170,7 +170,7 @@ def test_resumes_bit_identically_from_any_checkpoint(more, run_here, tmp_path):
 
 @pytest.mark.parametrize(("interval", "forward", "step"), [(3, 2, 3), (5, 2, 5), (3, 8, 6), (3, 13, 9)])
 def test_an_interrupted_evaluation_runs_before_the_next_step(interval, forward, step, run_here, monkeypatch, tmp_path):
-    """Within an epoch, at the end of one, the second, and the last."""
+    """The evaluation is within an epoch, at the end of an epoch, the second, or the last."""
     file = tmp_path / f"interrupted_{os.getpid()}_{interval}_{forward}.py"
     file.write_text(INTERRUPTED)
     argv = ["--task", f"{file}:Interrupted", *RUN[2:], "--num-val", 5, "--eval-batch-size", 1, "--max-steps", 9]
@@ -182,7 +182,7 @@ def test_an_interrupted_evaluation_runs_before_the_next_step(interval, forward, 
     run_here(*argv, "--save-dir", run, status=128 + signal.SIGTERM)
     state = load(run / "last.pth")
     assert state["last_report"] < state["step"] == step
-    # Killed after it had logged the evaluation, and before it had saved.
+    # The run was killed after it had logged the evaluation, and before it had saved.
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write(json.dumps({"event": "evaluation", "step": step}) + "\n")
     monkeypatch.setenv("STOP_AT", "0")
@@ -191,7 +191,7 @@ def test_an_interrupted_evaluation_runs_before_the_next_step(interval, forward, 
 
 
 def test_patience_counts_evaluations_within_an_epoch(run_here, tmp_path):
-    """A learning rate of almost nothing: the first one is the best for ever."""
+    """The learning rate is almost 0, so the first evaluation stays the best."""
     argv = [*RUN, "--lr", 1e-30, "--epochs", 9, "--eval-every-steps", 2, "--early-stopping-patience"]
     run_here(*argv, 2, "--save-dir", tmp_path)
     results = results_of(tmp_path)
@@ -234,8 +234,8 @@ def test_the_best_within_an_epoch_is_copied_to_another_folder(run_here, tmp_path
 # --- before the first step ---------------------------------------------------------------------------------------
 
 
-def test_nonfinite_weights_do_not_replace_saved_weights(run_here, tmp_path):
-    """And training itself is the same with and without the evaluation before it."""
+def test_the_start_is_the_best_if_training_makes_the_weights_worse(run_here, tmp_path):
+    """Training is the same with and without the evaluation before it."""
     run_here(*RUN, "--epochs", 6, "--save-dir", tmp_path / "good")
     good = tmp_path / "good" / "best.pth"
     argv = [*RUN, "--init-from", good, "--lr", 300, "--weight-decay", 0, "--epochs", 2]
@@ -248,7 +248,7 @@ def test_nonfinite_weights_do_not_replace_saved_weights(run_here, tmp_path):
     assert results_of(tmp_path / "start")["metrics"] == results_of(tmp_path / "good")["metrics"]
 
 
-def test_resumes_after_the_evaluation_before_the_first_step(run_here, tmp_path):
+def test_a_run_resumes_after_the_evaluation_before_the_first_step(run_here, tmp_path):
     argv = [*RUN, "--lr", 0.1, "--epochs", 2, "--eval-start"]
     run_here(*argv, "--save-dir", tmp_path / "whole")
     cut_back(tmp_path / "whole", entries_of(tmp_path / "whole")[:1], tmp_path / "again")
@@ -289,7 +289,7 @@ def a_minute_per_step(monkeypatch):
 
 
 def test_checkpoints_are_saved_by_the_clock(a_minute_per_step, run_here, tmp_path):
-    """A request takes two more steps, and counts from the last save of any kind."""
+    """A request to save takes effect two steps later. Minutes count from the last save of any kind."""
     argv = [*RUN, "--max-steps", 19]
     run_here(*argv, "--save-dir", tmp_path / "plain")
     run_here(*argv, "--save-every-minutes", 3, "--save-dir", tmp_path / "saved")
@@ -325,8 +325,8 @@ def test_a_run_pauses_at_its_time_limit(a_minute_per_step, run_here, tmp_path):
     assert_same_run(tmp_path / "plain", run)
 
 
-def test_work_before_training_does_not_use_up_its_time(a_minute_per_step, run_here, monkeypatch, tmp_path):
-    """Such as compiling, and finding out what fits into memory; at a start, and when a run goes on."""
+def test_work_before_training_does_not_use_up_the_time_limit(a_minute_per_step, run_here, monkeypatch, tmp_path):
+    """Such work is compiling and the dry run, at the first start and at a resume."""
 
     def open_slowly(*args):
         a_minute_per_step.now += 3600

@@ -1,4 +1,4 @@
-"""Out of memory: the run goes on with smaller micro-batches and learns what it would have learnt with them."""
+"""A run that is out of memory continues with smaller micro-batches, and learns what they alone would learn."""
 
 import functools
 import json
@@ -50,7 +50,7 @@ def assert_same_learning(a, b):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory, cache_dir):
-    """The run that was started with 3 samples per forward."""
+    """A run that was started with 3 samples per forward pass."""
     from trainer.cli import main
 
     directory = tmp_path_factory.mktemp("memory") / "small"
@@ -65,7 +65,7 @@ def small(tmp_path_factory, cache_dir):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_step_is_redone_in_smaller_micro_batches(where, num_workers, small, run_here, tmp_path, monkeypatch):
-    """From the sixth forward on, when the step already has the gradients of its first micro-batch."""
+    """Memory is short from the sixth forward pass on, when the step already has gradients of its first micro-batch."""
     directory = tmp_path / "run"
     monkeypatch.setenv("LOCKSTEP_RECORD", str(tmp_path))
     tight = ["--fit", 3, "--roomy-forwards", 5, "--tight-in", where, "--num-workers", num_workers]
@@ -87,7 +87,6 @@ def test_a_step_is_redone_in_smaller_micro_batches(where, num_workers, small, ru
 
 
 def test_micro_batches_are_halved_until_they_fit(small, run_here, tmp_path):
-    """12 -> 6 -> 3 -> 2 -> 1."""
     out, _ = run_here(*TINY, "--batch-size", 12, "--fit", 1, "--save-dir", tmp_path)
     assert re.findall(r"with (\d+) samples per forward pass: retrying with (\d+)", out) == [
         ("12", "6"), ("6", "3"), ("3", "2"), ("2", "1")
@@ -96,7 +95,7 @@ def test_micro_batches_are_halved_until_they_fit(small, run_here, tmp_path):
 
 
 def test_running_statistics_are_restored(run_here, tmp_path):
-    """They change in the forward, before the backward finds no room."""
+    """The forward pass changes them before the backward pass is out of memory."""
     args = [*TINY, "--batch-norm", "--epochs", 1]
     run_here(*args, "--batch-size", 3, "--save-dir", tmp_path / "small")
     run_here(*args, "--batch-size", 6, "--fit", 3, "--tight-in", "backward", "--save-dir", tmp_path / "tight")
@@ -106,7 +105,7 @@ def test_running_statistics_are_restored(run_here, tmp_path):
 
 
 def test_a_found_memory_limit_is_remembered(run_here, tmp_path):
-    """By the next start, unless it asks for another batch size."""
+    """The next start uses it, unless the batch size has changed."""
     args = [*TINY, "--batch-size", 12, "--save-dir", tmp_path]
     run_here(*args, "--fit", 3)
     out, _ = run_here(*args, "--fit", 3, "--epochs", 3)
@@ -151,11 +150,11 @@ def test_regrouping_keeps_every_sample_once_with_its_weight():
     assert [each.num_samples for each in parts] == [2, 2, 2, 1, 0]
 
 
-# --- DataParallel, by its double ---------------------------------------------------------------------------------
+# --- DataParallel, simulated on the CPU --------------------------------------------------------------------------
 
 
 def test_replicas_redo_a_step(tmp_path, monkeypatch):
-    """4 samples on each of two devices, of which 2 fit."""
+    """Only 2 samples fit on each of two devices."""
     more = ("--global-batch-size", "12", "--task", TIGHT)
     small, small_test = trained(ReplicasOnCpu(2), tmp_path / "small", *more, "--batch-size", "2")
     tight = ("--batch-size", "6", "--fit", "2", "--roomy-forwards", "6")
@@ -172,7 +171,7 @@ IN_A_GROUP = ["--batch-size", 6, "--fit", 3, "--tight-rank", 1, "--roomy-forward
 
 @pytest.mark.slow
 def test_a_self_launched_group_restarts(small, command, tmp_path):
-    """Rank 1 runs out of memory in its fifth step. `--fresh` holds for the first start."""
+    """Rank 1 runs out of memory in its fifth step. `--fresh` applies only to the first start."""
     directory = tmp_path / "run"
     (directory / "logs").mkdir(parents=True)
     argv = [*launcher(2), *TINY, *IN_A_GROUP, "--fresh", "--save-dir", directory]
@@ -236,7 +235,7 @@ def test_a_dry_run_finds_the_size_and_leaves_nothing_behind(tmp_path):
     ],
 )
 def test_out_of_memory_errors_of_libraries_are_recognised(message, tmp_path, monkeypatch):
-    """Their errors are plain RuntimeErrors; any other one is what it is."""
+    """These errors are plain RuntimeErrors. Any other RuntimeError is raised unchanged."""
     run = built(SingleDevice(CPU), tmp_path, "--batch-size", "12")
     forward = type(run.learner.objective).forward
 
@@ -254,8 +253,8 @@ def test_out_of_memory_errors_of_libraries_are_recognised(message, tmp_path, mon
         run.memory.dry_run(run.task, run.plan, run.log.say)
 
 
-def test_the_last_epoch_is_tried(tmp_path, monkeypatch):
-    """Where samples that grow from epoch to epoch are largest."""
+def test_a_dry_run_tries_the_last_epoch(tmp_path, monkeypatch):
+    """Samples that grow from epoch to epoch are largest in the last epoch."""
     run = built(SingleDevice(CPU), tmp_path, "--fit", "4", "--epochs", "7")
     epochs = []
 
@@ -269,7 +268,7 @@ def test_the_last_epoch_is_tried(tmp_path, monkeypatch):
 
 
 def test_a_later_phase_is_split_although_the_first_has_a_single_sample(tmp_path, monkeypatch):
-    """Its largest micro-batch is twice that of the first phase, and one sample of it fits."""
+    """The largest micro-batch of the later phase has two samples, of which one fits."""
     argv = ["--task", "tests/helpers/phased_task.py:Shared", "--batch-size", "1", "--dtype", "float64"]
     flags, problems = parse([*argv, "--device", "cpu", "--save-dir", str(tmp_path)], several_devices=False)
     refuse(problems)
@@ -321,7 +320,7 @@ def a_batch(run, sample):
 
 @pytest.mark.parametrize("fails_early", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_dry_run_ends_equally_on_every_rank(fails_early, tmp_path):
-    """And leaves the exchange of gradients as it was. Nobody waits for a rank that finds no room before its forward."""
+    """The exchange of gradients works afterwards. No rank waits for one that has no memory before a forward pass."""
     folder_of_world(functools.partial(dry_run_in_process, fails_early=fails_early), 2, tmp_path)
     first, second = (load(tmp_path / f"rank{rank}") for rank in range(2))
     assert first["batch_size"] == second["batch_size"] == 3
@@ -329,7 +328,7 @@ def test_a_dry_run_ends_equally_on_every_rank(fails_early, tmp_path):
     assert first["gradient"].abs().max() > 0
 
 
-def test_the_longest_histories_are_tried(cache_dir):
+def test_the_largest_samples_are_the_longest_histories(cache_dir):
     task = SeqrecTask(SeqrecFlags(maxlen=12), seed=0, cache_dir=cache_dir)
     dataset = task.splits()["train"]
     index = task.largest_samples("train", 0, 5)
@@ -351,14 +350,14 @@ def test_the_longest_histories_are_tried(cache_dir):
         '{"device": "cpu", "asked_batch_size": 16, "batch_size": 4}',
     ],
 )  # fmt: skip
-def test_a_memory_limit_of_other_settings_is_ignored(content, tmp_path):
+def test_a_memory_limit_of_other_settings_or_in_a_damaged_file_is_ignored(content, tmp_path):
     (tmp_path / MEMORY).write_text(content)
     unknown = MemoryLimit("cpu", asked_batch_size=8)
     assert unknown.remembered(tmp_path) == unknown
 
 
 def test_a_memory_limit_is_remembered_for_its_settings(tmp_path):
-    """Also in what an older version wrote, with sizes of evaluations."""
+    """The file is from an older version, which also wrote the batch size of evaluations."""
     found = '{"device": "cpu", "asked_batch_size": 8, "asked_eval_batch_size": null, "batch_size": 4}'
     (tmp_path / MEMORY).write_text(found)
     unknown = MemoryLimit("cpu", asked_batch_size=8)

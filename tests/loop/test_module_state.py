@@ -1,4 +1,4 @@
-"""What modules hold besides parameters is put back after forwards that do not count, and what changed is told."""
+"""State of modules besides parameters is restored after forward passes that do not count; changes are reported."""
 
 import random
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
@@ -73,7 +73,7 @@ CHANGES = {
 
 
 def described(value, seen=()):
-    """Its content in nested tuples, with the identity of all that can change."""
+    """The content of a value in nested tuples, with the identity of every mutable object."""
     if id(value) in seen:
         return "again"
     seen = (*seen, id(value))
@@ -91,7 +91,7 @@ def state_of(module):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_changed_setting_is_reported_and_restored(name):
+def test_a_changed_buffer_or_attribute_is_reported_and_restored(name):
     module = Everything()
     before = state_of(module)
     with leaving_no_trace(module) as changes:
@@ -112,7 +112,7 @@ SHOWN_ALONE = {
 
 
 @pytest.mark.parametrize("name", CHANGES | SHOWN_ALONE)
-def test_an_outline_marks_replaced_tensors(name):
+def test_an_outline_shows_every_change_except_in_place_changes_of_tensors(name):
     module = Everything()
     before = outline(module)
     assert list(before.items()) == list(outline(module).items())
@@ -136,7 +136,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_unusual_kinds_of_tensors(name):
+def test_tensors_of_unusual_kinds_are_restored(name):
     module = nn.Linear(2, 2)
     module.register_buffer("buffer", ODD[name])
     module.attribute = [ODD[name]]
@@ -147,7 +147,7 @@ def test_unusual_kinds_of_tensors(name):
     assert module.buffer is ODD[name] and module.attribute[0] is ODD[name]
 
 
-def test_one_tensor_with_two_names():
+def test_a_tensor_with_two_names_stays_one_tensor():
     module = Everything()
     with leaving_no_trace(module) as changes:
         module.tensor.add_(1)
@@ -185,7 +185,7 @@ def test_equal_values_and_caches_of_other_objects_are_no_change():
         assert changes() == []
 
 
-def test_settings_are_restored_after_an_error():
+def test_buffers_and_attributes_are_restored_after_an_error():
     module = Everything()
     before = state_of(module)
     with pytest.raises(ZeroDivisionError), leaving_no_trace(module):
@@ -208,7 +208,7 @@ def test_a_measurement_does_not_change_models(kind):
     assert all(one[2] is other[2] for one, other in zip(before[1], after, strict=True))
 
 
-def test_lists_of_parameters_that_pytorch_updates_are_left_alone():
+def test_lists_of_parameters_that_pytorch_updates_are_not_restored():
     module = nn.LSTM(2, 2)
     with leaving_no_trace(module) as changes:
         module.weight_ih_l0 = nn.Parameter(torch.zeros(8, 2))
@@ -218,7 +218,7 @@ def test_lists_of_parameters_that_pytorch_updates_are_left_alone():
 
 
 class Shifted(nn.Module):
-    """Takes a running mean away from what is normalised; TorchScript can compile it."""
+    """Subtracts a running mean from normalised values; TorchScript can compile it."""
 
     def __init__(self):
         super().__init__()
@@ -240,7 +240,7 @@ class Replacing(Shifted):
 @pytest.mark.parametrize(
     "compiled", [torch.jit.script, lambda module: torch.jit.trace(module, torch.rand(2, 3), check_trace=False)]
 )
-def test_torchscript_changes_its_buffers_in_place(compiled):
+def test_buffers_of_torchscript_are_restored_in_place(compiled):
     model = nn.Sequential(nn.Linear(3, 3), compiled(Shifted()))
     model[1].mean.zero_()  # tracing is a forward too
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -276,7 +276,7 @@ def test_torchscript_that_replaces_a_buffer_is_refused():
     assert not model.mean.any()
 
 
-def test_persistent_buffers_are_saved():
+def test_persistent_buffers_exclude_local_and_empty_buffers():
     assert persistent_buffers(Everything()).keys() == {"buffer"}
 
 
@@ -294,10 +294,10 @@ def learnt(kind):
 
 
 @pytest.mark.parametrize("kind", ["Scaled", "ScaledLocally", "Quantised", "Queued", "LargestSeen"])
-def test_a_placeholder_leaves_no_trace_in_buffers_and_its_backward_reads_its_own(kind):
+def test_a_placeholder_changes_no_buffer_and_its_backward_reads_its_own_values(kind):
     model, state = learnt(kind)
     for buffer in model.buffers():
-        buffer.data.zero_()  # divided by in the backward, if that read them
+        buffer.data.zero_()  # the backward pass would divide by 0 if it read them
     before = {name: (id(buffer), buffer.clone()) for name, buffer in model.named_buffers()}
     with state.unchanged():
         (model(torch.randn(3, 4)).sum() * 0).backward()
@@ -328,7 +328,7 @@ def test_a_skipped_step_leaves_no_trace(kind):
 
 @pytest.mark.parametrize("kind", ["Scaled", "ScaledLocally", "Queued", "LargestSeen", "Counting"])
 @pytest.mark.parametrize("applied", [True, False])
-def test_the_device_of_tensors_decides(applied, kind):
+def test_undo_unless_restores_tensors_only_if_the_step_was_not_applied(applied, kind):
     model, state = learnt(kind)
     layer = model[0][1]
     tensors = [name for name, value in [*vars(layer).items(), *layer._buffers.items()] if torch.is_tensor(value)]
@@ -342,7 +342,7 @@ def test_the_device_of_tensors_decides(applied, kind):
         assert torch.equal(getattr(layer, name), changed[name] if applied else before[name])
 
 
-def test_pytorchs_own_lists_of_weights_are_ignored():
+def test_an_outline_ignores_pytorchs_own_lists_of_weights():
     """FSDP replaces the weights before each forward pass, and LSTM updates the lists by itself."""
     lstm = nn.LSTM(2, 3)
     before = outline(lstm)

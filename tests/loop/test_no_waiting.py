@@ -1,4 +1,4 @@
-"""On a GPU the host never waits for the device in a training step. tests/gpu checks it without one."""
+"""On a GPU the host never waits for the device in a training step. tests/gpu checks this without a GPU."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def run_of(argv: list[str], strategy: SingleDevice, cache_dir) -> Run:
 
 
 class EndsAfter(SilentLog):
-    """Ends training after so many steps, before anything is asked of the device."""
+    """Ends training after some steps, before the host reads anything from the device."""
 
     class Reached(Exception):
         pass
@@ -72,7 +72,7 @@ def train_steps(run: Run, log: EndsAfter) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and -m cuda")
 @pytest.mark.parametrize("amp", ["off", "bf16", "fp16"])
 @pytest.mark.parametrize("argv", CASES.values(), ids=CASES)
-def test_cuda_never_makes_the_host_wait(argv, amp, cache_dir):
+def test_a_training_step_never_makes_the_host_wait_for_the_gpu(argv, amp, cache_dir):
     enough_steps_of_an_epoch = ["--batch-size", "8"]
     run = run_of([*argv, *enough_steps_of_an_epoch, "--amp", amp], SingleDevice(torch.device("cuda", 0)), cache_dir)
     try:

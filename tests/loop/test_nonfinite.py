@@ -1,4 +1,4 @@
-"""A step that is not finite changes nothing; the run then stops, or goes on as if the batch had never been."""
+"""A step that is not finite changes nothing. The run then stops, or continues as if the batch did not exist."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ BATCH = 4
 """The global batch of epoch 1 that is poisoned, counted from 0."""
 STEP = EPOCH * STEPS_PER_EPOCH + BATCH + 1
 NOT_FINITE = f"is not finite in optimizer step {STEP} (epoch {EPOCH + 1}), whose"
-# Accumulation of 3 micro-batches and more, augmentation, dropout, an average of the weights, saves within epochs.
+# Runs with accumulation of at least 3 micro-batches, augmentation, dropout, an average, and saves within epochs.
 HARD = [
     "--task", TASK, "--epochs", 3, "--batch-size", 4, "--global-batch-size", SIZE, "--ema-decay", 0.9, "--lr", 0.01,
     "--dropout", 0.2, "--num-threads", 1, "--save-every-steps", 5, "--log-interval", 2, "--keep-checkpoints", 0,
@@ -86,7 +86,7 @@ def without_the_batch(trained):
 
 
 def assert_same_run(directory, other, skipped):
-    """The same weights, moments, average and metrics as a run without the batch; only the count tells."""
+    """Two runs have the same weights, moments, average and metrics, and differ only in the count of skipped steps."""
     for name in ("final.pth", "best.pth"):
         state, expected = load(directory / name), load(other / name)
         assert state["skipped_steps"] == (skipped if state["position"]["epoch"] > EPOCH else 0)
@@ -130,7 +130,7 @@ def test_a_skipped_batch_leaves_no_trace_in_the_run(poison, trained, without_the
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_an_overflow_seen_late_by_the_host_changes_nothing(policy, trained, without_the_batch, monkeypatch):
-    """As on a GPU, with nothing that makes it wait before the end of the epoch."""
+    """As on a GPU, the host does not wait for an outcome before the end of the epoch."""
     monkeypatch.setattr("trainer.loop.outcomes.queue_of", lambda device: DeviceQueue(GROUP_SIZE))
     more = ("--save-every-steps", 0, "--log-interval", 1000)
     status = 2 if policy == "stop" else 0
@@ -142,8 +142,8 @@ def test_an_overflow_seen_late_by_the_host_changes_nothing(policy, trained, with
         assert_same_run(directory, without_the_batch(more=more), skipped=1)
 
 
-def test_data_parallel_skips_the_step_too(tmp_path):
-    """One replica alone meets the poison. No dropout: threads would draw from one generator by turns."""
+def test_data_parallel_skips_a_step_with_one_bad_replica(tmp_path):
+    """There is no dropout, because threads would draw from one generator in any order."""
     runs = {
         "run": (*POISONED, "--poison", "flat_loss", "--on-nonfinite", "skip"),
         "other": ("--poison", "absent", "--poisoned", shown(samples_of(BATCH))),
@@ -172,8 +172,8 @@ def test_restarts_do_not_reset_the_limit_of_failures(trained, tmp_path):
     assert "the 100 steps before it were not finite either" in error
 
 
-def test_a_resumed_run_continues_counting(trained, without_the_batch, tmp_path):
-    """As after a kill right behind the first checkpoint that knows of the bad batch."""
+def test_a_resumed_run_continues_counting_skipped_steps(trained, without_the_batch, tmp_path):
+    """The run is killed right after the first checkpoint that counts the bad batch."""
     directory, _, _ = trained("run", *POISONED, "--on-nonfinite", "skip")
     entries = json.loads((directory / "manifest.json").read_text())["checkpoints"]
     first = next(i for i, entry in enumerate(entries) if load(directory / entry["file"])["skipped_steps"] > 0)
@@ -185,7 +185,7 @@ def test_a_resumed_run_continues_counting(trained, without_the_batch, tmp_path):
 
 
 def test_overflowed_weights_are_not_saved(trained):
-    """The loss and its gradient are finite, but not what the step makes of the weights."""
+    """The loss and its gradient are finite, but the updated weights are not."""
     directory, _, error = trained("run", "--lr", 1e39, "--epochs", 1, "--global-batch-size", 101, status=2)
     assert "non-finite values in " in error and " after optimizer step 1" in error
     assert not list(directory.glob("*.pth"))
@@ -195,7 +195,7 @@ def test_overflowed_weights_are_not_saved(trained):
 
 
 def run_all(environment, folder, command_lines):
-    """What each process of a world does: one run after the other, its output and exit status in files."""
+    """Makes runs on one process of a world, and writes their outputs and exit statuses to files."""
     for name, argv in command_lines.items():
         place = dataclasses.replace(environment, init_method=f"{environment.init_method}-{name}")
         with (
@@ -210,7 +210,7 @@ def run_all(environment, folder, command_lines):
 
 @pytest.fixture
 def in_world(tmp_path):
-    """Runs command lines by name in a world: their output on each rank, by name."""
+    """Runs command lines in a world; returns their output on each rank, by name."""
 
     def run(world_size, runs):
         command_lines = {
@@ -294,7 +294,7 @@ def test_a_nonfinite_step_changes_neither_weights_nor_moments(max_grad_norm):
     assert not any(torch.equal(a, b) for a, b in zip(everything(), before, strict=True))
 
 
-def test_an_interrupted_update_is_repeated():
+def test_an_interrupted_update_can_be_repeated():
     precision = Precision("fp16", torch.float32, CPU)
     weight = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=1.0, fused=True)
@@ -331,7 +331,7 @@ def test_overflow_lowers_the_loss_scale_to_its_minimum():
 
 
 def test_an_overflowing_norm_does_not_lower_the_loss_scale():
-    """Of finite gradients: a lower scale would change nothing."""
+    """The gradients are finite, so a lower scale would not help."""
     precision = Precision("fp16", torch.float32, CPU)
     weight = torch.ones(4, requires_grad=True)
     optimizer = torch.optim.AdamW([weight], fused=True)
@@ -344,7 +344,7 @@ def test_an_overflowing_norm_does_not_lower_the_loss_scale():
 
 
 def test_a_step_without_gradients_does_not_use_the_scaler():
-    """As of a loss that needs none of what its phase trains."""
+    """The loss may depend on no parameter that its phase trains."""
     precision = Precision("fp16", torch.float32, CPU)
     weight = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.AdamW([weight], fused=True)
@@ -355,8 +355,8 @@ def test_a_step_without_gradients_does_not_use_the_scaler():
     assert precision.step([optimizer], [weight], 1.0).applied
 
 
-def test_sums_exclude_placeholder_steps():
-    """More than are folded at once, of several shapes and types."""
+def test_sums_exclude_steps_that_were_not_applied():
+    """There are more steps than are folded at once, with sums of several shapes and dtypes."""
     totals, expected = Totals(), Totals()
     for i in range(150):
         bad = i % 7 == 3
@@ -378,7 +378,7 @@ def record(step, alarm):
 
 
 class Skips(SilentLog):
-    """The steps that are said to be skipped, and when."""
+    """Notes which steps are reported as skipped, and when."""
 
     def __init__(self):
         self.found = {}
@@ -401,5 +401,5 @@ def test_every_alarm_is_reported_once_and_in_order(lag, monkeypatch):
     assert progress.skipped_steps == len(bad)
     if not lag:
         assert all(when == step for step, when in log.found.items())
-    else:  # a group is looked at when the next one is full
+    else:  # a group is read when the next group is full
         assert log.found == {1: 2 * GROUP_SIZE - 1, 31: 2 * GROUP_SIZE - 1, 32: 3 * GROUP_SIZE - 1, 70: 99, 99: 99}

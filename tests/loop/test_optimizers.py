@@ -1,4 +1,4 @@
-"""Which optimizers a run has, what each of them trains, and that one without the compiler's wrappers is torch's own."""
+"""Which optimizers a run has, what each of them trains, and that removing compiler wrappers changes no optimizer."""
 
 import copy
 import pickle
@@ -63,7 +63,7 @@ def our_momentum_sgd(*args, **settings):
     ],
     ids=["adamw", "adam", "sgd"],
 )
-def test_flat_gradients_are_bit_identical_and_call_hooks(torchs, plain, hook):
+def test_optimizers_without_compiler_wrappers_equal_torchs_and_call_hooks(torchs, plain, hook):
     expected, ours = trained(torchs, 5, hook), trained(plain, 5, hook)
     assert torch.equal(ours[0], expected[0])
     assert ours[2] == expected[2] and len(ours[2]) == (5 if hook else 0)
@@ -80,7 +80,7 @@ def stepped_once(kind=torch.optim.AdamW):
     return optimizer
 
 
-def test_hooks_of_all_optimizers_are_called():
+def test_global_hooks_of_optimizers_are_called():
     seen = []
     handle = register_optimizer_step_post_hook(lambda optimizer, *_: seen.append(optimizer))
     try:
@@ -104,8 +104,8 @@ def test_optimizers_pickle(kind):
     loaded.step()
 
 
-def test_backward_threads_inherit_compiler_settings():
-    """As loss.backward() does: a hook sees the context that torch keeps for the threads of devices."""
+def test_a_backward_pass_keeps_the_context_of_torch_for_device_threads():
+    """A hook sees the same context as in loss.backward()."""
     seen = []
     for backward in (torch.Tensor.backward, lambda loss: Precision("off", loss.dtype, loss.device).backward(loss, 1.0)):
         weight = torch.ones(3, requires_grad=True)
@@ -119,7 +119,7 @@ def test_a_step_builds_no_graph():
     assert not weights.requires_grad
 
 
-# --- what trains what --------------------------------------------------------------------------------------------
+# --- parameters of each optimizer --------------------------------------------------------------------------------
 
 
 def built(task_type, **flags):
@@ -146,7 +146,7 @@ def test_sparse_embeddings_use_sparse_adam():
 
 
 def test_sparse_embeddings_of_an_inactive_phase_use_sparse_adam():
-    """They are frozen while other phases train."""
+    """Such embeddings are frozen while other phases train."""
     task = Sparse(TokenFlags(), seed=0, cache_dir=None)
     objective, learning = task.build_objective(), LearningFlags()
     groups = completed_groups(task, objective, "train", learning.weight_decay)
@@ -185,7 +185,7 @@ def test_muon_needs_a_hidden_matrix():
 
 @needs_muon
 def test_a_muon_step_equals_pytorchs():
-    """In float64, to the bit: the same gradients, the same products in bfloat16."""
+    """Both compute the same products in bfloat16 from the same gradients, so the results are bit-identical."""
     (muon, adamw), model = built(Tokens, optimizer="muon")
     _, twin = built(Tokens)
     twin.load_state_dict(model.state_dict())
@@ -205,7 +205,7 @@ def test_a_muon_step_equals_pytorchs():
 
 
 def with_groups(make):
-    """A task whose parameter groups are those of a model's weights."""
+    """A task whose parameter groups are `make(model)`."""
 
     class Wrong(Tokens):
         sparse = True
@@ -222,7 +222,7 @@ class WithoutRate(torch.optim.Optimizer):
 
 
 def own(make):
-    """A task with optimizers of its own, made of the groups and the rate."""
+    """A task whose optimizers are `make(groups, lr)`."""
 
     class Wrong(Tokens):
         def build_optimizers(self, phase, groups, lr):
@@ -312,7 +312,7 @@ def test_without_weight_decay_sparse_embeddings_share_the_optimizer():
 
 
 def test_momentum_starts_at_zero_although_the_first_step_is_skipped(monkeypatch):
-    """As on a GPU, where the fused kernel leaves it out; fresh memory is NaN here, and may be anything elsewhere."""
+    """The fused kernel skips the step, as on a GPU. Uninitialised memory is NaN in this test."""
     torch.use_deterministic_algorithms(True)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
 
@@ -332,7 +332,7 @@ def test_momentum_starts_at_zero_although_the_first_step_is_skipped(monkeypatch)
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.1])
 @pytest.mark.parametrize("step", ["on host", "on device"])
 def test_a_sparse_gradient_is_clipped_by_the_norm_of_its_rows(step, max_grad_norm):
-    """Rows 1 and 1 count as their sum."""
+    """Row 1 occurs twice, and counts as the sum of both."""
     embedding = nn.Embedding(5, 2, sparse=True)
     dense = nn.Parameter(torch.ones(2))
     params = [embedding.weight, dense]

@@ -1,4 +1,4 @@
-"""Optimizers of a task's own: whatever they keep, and wherever, a resumed run goes on as an unbroken one."""
+"""With a task's own optimizers, whatever state they keep, a resumed run equals an unbroken run."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ RUN = ["--task", "shaped", "--num-threads", 1, "--device", "cpu", "--save-dir"]
 
 
 class Keeping(torch.optim.Optimizer):
-    """Counts its steps in each group, as schedule-free optimizers do, in a state of no parameter, and in neither."""
+    """Counts its steps in each group, as schedule-free ones do, in a state of no parameter, and in an attribute."""
 
     def __init__(self, params, lr, power=1.0, beta=0.5):
         super().__init__(params, {"lr": lr, "k": 0, "weight_sum": torch.zeros(()), "power": power, "beta": beta})
@@ -40,7 +40,7 @@ class Keeping(torch.optim.Optimizer):
 
 
 class OtherTypes(torch.optim.Optimizer):
-    """Keeps sums in another precision than the parameters', a counter and a mask, each of one row's shape."""
+    """Keeps sums in another dtype than the parameters, a counter and a mask, each with one value per row."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
@@ -63,7 +63,7 @@ class OtherTypes(torch.optim.Optimizer):
 
 @pytest.fixture
 def keeping(run_here, monkeypatch):
-    """Trains so many steps with an optimizer of these settings."""
+    """Trains some steps with an optimizer of these settings."""
 
     def train(directory, max_steps, **settings):
         def optimizers(self, phase, groups, lr):
@@ -76,12 +76,12 @@ def keeping(run_here, monkeypatch):
     return train
 
 
-def test_resumes_bit_identically_from_any_step(keeping, tmp_path):
+def test_a_run_resumes_bit_identically_from_any_step(keeping, tmp_path):
     whole = keeping(tmp_path / "whole", 6)
     for steps in ([2], [1, 3, 5]):
         for max_steps in (*steps, 6):
             found = keeping(tmp_path / str(len(steps)), max_steps)
-        assert_same_bits(whole | {"scores": {}}, found | {"scores": {}})  # of all steps, and of the last start's
+        assert_same_bits(whole | {"scores": {}}, found | {"scores": {}})  # scores of other steps
         assert found["optimizers"]["train"][0]["num_steps"] == 6
 
 
@@ -100,7 +100,7 @@ def test_optimizer_state_keeps_its_dtypes_after_a_resume(run_here, monkeypatch, 
     assert [kept[name].dtype for name in ("sum", "count", "seen")] == [torch.float32, torch.int32, torch.bool]
 
 
-def test_settings_still_come_from_the_task(keeping, tmp_path):
+def test_optimizer_settings_come_from_the_task_at_a_resume(keeping, tmp_path):
     keeping(tmp_path, 3, power=1.0)
     (group, _) = keeping(tmp_path, 4, power=0.5)["optimizers"]["train"][0]["param_groups"]
     assert (group["power"], group["k"]) == (0.5, 4)
@@ -129,6 +129,6 @@ def test_an_optimizer_that_needs_a_closure_is_refused_at_the_first_step(optimize
         take_step(optimizer)
 
 
-def test_errors_in_task_code_keep_their_traceback():
+def test_other_errors_of_an_optimizer_are_raised_unchanged():
     with pytest.raises(RuntimeError, match=r"^a mistake$"):
         take_step(Broken([torch.zeros(1)]))

@@ -27,13 +27,13 @@ RUN = ["--task", SCORED, "--dtype", "float64", "--epochs", 2, "--global-batch-si
 
 
 def slow_auc(scores, labels):
-    """A count of pairs, one after the other."""
+    """Counts pairs one after another."""
     pairs = [(a, b) for a, i in zip(scores, labels, strict=True) for b, j in zip(scores, labels, strict=True) if i > j]
     return sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs) / len(pairs)
 
 
 def expected_scores(model, split, num=7):
-    """One sample after the other, with these weights."""
+    """Scores and labels of a split with these weights, one sample after another."""
     data = Points(num, {"val": 1, "test": 2}[split])
     with torch.no_grad():
         points = torch.from_numpy(data.points).double()
@@ -67,7 +67,7 @@ def test_a_runs_auc_covers_all_samples(world_size, eval_batch_size, more, comman
     assert results["metrics"]["test/auc"] == slow_auc(scores, labels)
     assert results["best"]["value"] == max(r["val/auc"] for r in epochs(tmp_path / "run"))
     processes = sorted(path.name.split("-")[0] for path in seen.iterdir())
-    assert processes == ["drawn", "summarised"]  # by one process each
+    assert processes == ["drawn", "summarised"]  # one process each
 
 
 def epochs(directory):
@@ -76,7 +76,7 @@ def epochs(directory):
 
 
 @pytest.mark.slow
-def test_eval_only_scores_them_on_all_devices(run_here, command, tmp_path):
+def test_eval_only_scores_outputs_per_sample_on_two_processes(run_here, command, tmp_path):
     run_here(*RUN, "--save-dir", tmp_path)
     metrics = json.loads((tmp_path / "results.json").read_text())["metrics"]
     out = command(*launcher(2), *RUN, "--device", "cpu", "--eval-only", "--save-dir", tmp_path).stdout
@@ -113,7 +113,7 @@ def test_outputs_of_replicas_are_concatenated(num_replicas, eval_batch_size):
 
 
 def test_samples_without_loss_terms_are_counted():
-    """A batch of weight 0 is not a placeholder's for that."""
+    """A batch of weight 0 is not a placeholder."""
 
     def weightless(run):
         def collate(samples, keys):
@@ -128,7 +128,7 @@ def test_samples_without_loss_terms_are_counted():
     assert torch.equal(sums["label"], expected["label"])
 
 
-def test_only_outputs_per_sample_are_evaluated():
+def test_an_objective_may_return_only_outputs_per_sample():
     def only(run):
         forward = run.learner.objective.forward
         run.learner.objective.forward = lambda batch: {"score": forward(batch)["score"]}
@@ -156,7 +156,7 @@ def test_a_saved_slice_does_not_keep_the_whole_tensor():
 # --- mistakes of a task's author ---------------------------------------------------------------------------------
 
 
-def test_rows_must_match_the_batch():
+def test_outputs_must_have_one_row_per_sample():
     for values in (torch.zeros(2, 3), torch.tensor(1.0)):
         outputs = PerSampleOutputs()
         outputs.add(torch.arange(3), {"x": PerSample(values)})
@@ -169,8 +169,8 @@ def test_rows_must_have_equal_shapes():
         joined([{"x": torch.zeros(2, 3)}, {"x": torch.zeros(2, 4)}])
 
 
-def test_all_batches_must_have_the_same_columns():
-    """Without it those of the first batch would count, or the samples of the others would be missed."""
+def test_all_batches_must_have_the_same_outputs_per_sample():
+    """Otherwise the outputs of some batches would be missing."""
     rows, nothing = {"x": PerSample(torch.zeros(2))}, {"sum": torch.tensor(1)}
     for first, second in ((rows, nothing), (nothing, rows), (rows, rows | {"y": PerSample(torch.zeros(2))})):
         outputs = PerSampleOutputs()

@@ -1,4 +1,4 @@
-"""Phases against a bare hand-written loop: one after another and in turns, at any world size, resumed anywhere."""
+"""Phases one after another and in turns match a bare loop, at any world size and after any resume."""
 
 import json
 from itertools import count, islice, product, takewhile
@@ -35,7 +35,7 @@ def without_epochs(argv):
 
 
 class BareLoop:
-    """One process, no accumulation, plain torch: gradients of the phase's own parameters alone."""
+    """Plain torch on one process without accumulation, with gradients of only the phase's own parameters."""
 
     def __init__(self, case):
         task_type, config = CASES[case]
@@ -73,7 +73,7 @@ class BareLoop:
             parameter.grad = None
 
     def one_after_another(self):
-        """(phase, epoch of its data, samples, progress in epochs) of each step, without an end."""
+        """(phase, epoch of its data, samples, progress in epochs) of each step, in an endless loop."""
         sizes = [self.task.num_samples(phase) for phase in self.task.phases]
         for epoch in count():
             for i, phase in enumerate(self.task.phases):
@@ -81,7 +81,7 @@ class BareLoop:
                     yield phase, epoch, samples, epoch + (sum(sizes[:i]) + (start + end) // 2) / sum(sizes)
 
     def in_turns(self):
-        """The same."""
+        """The same as `one_after_another`, for phases in turns."""
 
         def endless():
             epoch = 0
@@ -101,13 +101,13 @@ class BareLoop:
         return self.in_turns() if self.task.turns else self.one_after_another()
 
     def weights(self):
-        """After EPOCHS."""
+        """The state dict after EPOCHS epochs."""
         for phase, epoch, samples, progress in takewhile(lambda step: step[-1] < EPOCHS, self.steps()):
             self.step(phase, epoch, samples, lr_factor(progress, EPOCHS / 10, EPOCHS, 0.0))
         return self.objective.model.state_dict()
 
     def weights_after(self, num_steps, warmup):
-        """After so many steps, in which the schedule ends too. warmup: steps."""
+        """The state dict after some steps, with which the schedule ends too. warmup: steps."""
         for number, (phase, epoch, samples, _) in enumerate(islice(self.steps(), num_steps)):
             self.step(phase, epoch, samples, lr_factor(number + 0.5, warmup, num_steps, 0.0))
         return self.objective.model.state_dict()
@@ -139,10 +139,10 @@ def test_several_processes_match_a_bare_loop(case, world, batch_size, command, t
     assert difference(tmp_path, BareLoop(case).weights()) < 1e-9
 
 
-# Not 3, which is a turn of the GAN: all would begin in the same phase.
+# A stride of 3 is a turn of the GAN, so that all resumes would begin in the same phase.
 @pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", ["gan, two steps of one", "one after another"])
-def test_resumes_bit_identically_in_the_middle_of_every_phase(case, stride, run_here, tmp_path):
+def test_a_run_resumes_bit_identically_in_the_middle_of_every_phase(case, stride, run_here, tmp_path):
     whole = tmp_path / "whole"
     run_here(*argv_of(case), "--batch-size", 2, "--save-every-steps", 1, "--keep-checkpoints", 0, "--save-dir", whole)
     expected = torch.load(whole / "final.pth", weights_only=True)
@@ -164,7 +164,7 @@ def test_resumes_bit_identically_in_the_middle_of_every_phase(case, stride, run_
 
 @pytest.mark.parametrize(("case", "max_steps"), [("gan, two steps of one", 17), ("one after another", 12)])
 def test_a_run_limited_in_steps_ends_within_a_turn_or_phase(case, max_steps, run_here, tmp_path):
-    """In the second epoch; with evaluations on the way, and again from each of its steps."""
+    """The run ends in the second epoch, evaluates within epochs, and resumes from every third step."""
     length = ["--max-steps", max_steps, "--eval-every-steps", 3, "--batch-size", 2]
     argv = [*without_epochs(argv_of(case)), *length, "--save-every-steps", 1, "--keep-checkpoints", 0]
     whole = tmp_path / "whole"
@@ -181,7 +181,7 @@ def test_a_run_limited_in_steps_ends_within_a_turn_or_phase(case, max_steps, run
 
 
 def test_a_resume_says_how_much_of_the_epoch_is_done(run_here, tmp_path):
-    """In turns it is counted in samples of the first phase, whoever has the turn."""
+    """With turns, the samples of the first phase are counted, whichever phase has the turn."""
     argv = [*without_epochs(argv_of("gan")), "--batch-size", 2, "--save-dir", tmp_path, "--max-steps"]
     size = BareLoop("gan").task.num_samples("disc")
     for num_steps, num_done in ((3, 12), (4, 12)):  # two steps of disc, one or two of gen
@@ -191,7 +191,7 @@ def test_a_resume_says_how_much_of_the_epoch_is_done(run_here, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_train_a_run_limited_in_steps(command, tmp_path):
+def test_a_run_limited_in_steps_matches_a_bare_loop_on_two_processes(command, tmp_path):
     argv = [*without_epochs(argv_of("gan")), "--max-steps", 13, "--eval-every-steps", 5, "--batch-size", 2]
     several = ["--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu"]
     command("main_multi_gpu.py", *argv, *several, "--save-dir", tmp_path)

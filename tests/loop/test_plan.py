@@ -63,7 +63,7 @@ def test_a_given_global_batch_is_kept_on_any_number_of_devices(global_batch_size
     assert split.batch_size * split.grad_accum_steps * num_devices >= global_batch_size
 
 
-def test_products_and_reviews_share_their_split():
+def test_a_split_by_accumulation_equals_the_split_of_its_global_batch():
     for devices in (1, 2, 3, 5):
         for accumulation in (1, 2, 3):
             by_parts = split_batch(8, accumulation, None, devices, devices)
@@ -75,8 +75,8 @@ def test_one_process_feeds_all_replicas():
     assert split_batch(8, 2, None, num_devices=4, world_size=1).micro_batch_size == 32
 
 
-def test_positions_lead_to_the_steps_of_the_whole_epoch():
-    """One phase after another and in turns: from any position on, the steps are those of the whole epoch."""
+def test_the_steps_from_any_position_are_the_rest_of_the_epoch():
+    """Phases come one after another or in turns."""
     batches = [np.arange(3), np.arange(3, 5), np.arange(5, 9)]
     orders = (
         ShuffledOrder(0, 0, 10, 4, 10),

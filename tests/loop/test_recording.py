@@ -1,4 +1,4 @@
-"""What steps as CUDA graphs need of the host: a bounded number of recordings, and whether two results are alike."""
+"""Steps as CUDA graphs: the number of recordings is bounded, and two results are compared."""
 
 import torch
 

@@ -16,7 +16,7 @@ FLAGS = ["--max-steps", 6, "--device", "cpu", "--num-threads", 1, "--batch-size"
 
 
 class Normed(jobs.Sam):
-    """Its first forward alone counts in the statistics."""
+    """Only its first forward pass counts in the statistics."""
 
     @staticmethod
     def model():
@@ -47,7 +47,7 @@ class Normed(jobs.Sam):
 
 
 class Overflowing(jobs.Sam):
-    """Of its third step the loss is infinite."""
+    """The loss of the batch with sample 3 is infinite."""
 
     @staticmethod
     def losses(model, batch):
@@ -73,7 +73,7 @@ def test_statistics_come_from_the_first_forward_pass(run_here, tmp_path):
     assert difference(load(tmp_path / "last.pth")["model"], Normed.learnt(6)) < 1e-10
 
 
-def test_a_scale_of_the_loss_changes_nothing(run_here, tmp_path):
+def test_a_loss_scale_hardly_changes_the_weights(run_here, tmp_path):
     for name in ("off", "fp16"):
         flags = ["--dtype", "float32", "--amp", name, "--save-dir", tmp_path / name]
         run_here("--task", f"{jobs.__file__}:Sam", *FLAGS, *flags)
@@ -81,7 +81,7 @@ def test_a_scale_of_the_loss_changes_nothing(run_here, tmp_path):
     assert 0 < difference(scaled, exact) < 0.01
 
 
-def test_a_nonfinite_step_keeps_the_weights(run_here, tmp_path):
+def test_a_nonfinite_step_keeps_the_weights_finite(run_here, tmp_path):
     out = run_here("--task", f"{FILE}:Overflowing", *FLAGS, "--on-nonfinite", "skip", "--save-dir", tmp_path).out
     assert "left out" in out or "skipped" in out
     assert all(weight.isfinite().all() for weight in load(tmp_path / "last.pth")["model"].values())

@@ -1,4 +1,4 @@
-"""A model that computes the same whole for any part of a batch: one mask a step, and one computation an evaluation."""
+"""An objective with `same_masks` has one dropout mask per step, and one computation per evaluation."""
 
 import json
 
@@ -50,7 +50,7 @@ def test_predict_starts_like_an_evaluation_and_accepts_some_new_flags(run_here, 
         np.testing.assert_array_equal(rows[:, 1], Rows(4, place).target[:, 0])
 
 
-def test_other_flags_must_be_as_they_were(run_here, tmp_path):
+def test_predict_refuses_other_changed_flags(run_here, tmp_path):
     run_here(*RUN, "--save-dir", tmp_path)
     _, err = run_here("--task", RUN[1], "--predict", tmp_path, "--save-dir", tmp_path, "--own-masks", status=2)
     assert "--own-masks True: the weights of epoch 2" in err and "trained with False" in err

@@ -25,7 +25,7 @@ RUN = ["--task", "shaped", "--num-threads", 1, "--device", "cpu", "--save-dir"]
 
 @pytest.fixture
 def shaped(run_here, monkeypatch):
-    """Trains a variant of the task `shaped` with these members; returns what stands on standard error, in lines."""
+    """Trains a variant of the task `shaped` with these members; returns the lines of standard error."""
 
     def train(directory, *more, status=0, **members):
         monkeypatch.setitem(TASKS, "shaped", type("Odd", (Shaped,), members))
@@ -54,7 +54,7 @@ def test_every_optimizer_state_is_restored(shaped, tmp_path):
 def assert_same_runs(whole, resumed):
     expected, found = load(whole / "final.pth"), load(resumed / "final.pth")
     assert_same_bits(expected["model"], found["model"])
-    for own in (expected, found):  # NaN is no equal of itself
+    for own in (expected, found):  # NaN does not equal itself
         for kept in own["optimizers"]["train"][0]["state"].values():
             if isinstance(kept, dict):
                 assert np.isnan(kept.pop("unset")) and kept.pop("unset_tensor").isnan()
@@ -64,7 +64,7 @@ def assert_same_runs(whole, resumed):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["ddp", "fsdp"])
 def test_every_optimizer_state_is_restored_on_all_processes(form, command, tmp_path):
-    """A state of others is refused on all of them at once."""
+    """A state that cannot be saved is refused on all processes."""
     task = f"{ROOT}/tests/helpers/hoarding_task.py"
     argv = ["main_multi_gpu.py", "--multi-gpu", form, "--nproc", 2, "--device", "cpu", "--num-threads", 1]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -98,7 +98,7 @@ UNREADABLE = {
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("kind", UNREADABLE)
-def test_other_types_are_refused_at_the_first_step(kind, shaped, tmp_path):
+def test_optimizer_state_of_other_types_is_refused_at_the_first_step(kind, shaped, tmp_path):
     build, reason = UNREADABLE[kind]
     err = shaped(tmp_path, "--max-steps", 3, status=2, **optimizing(keeping(odd=build())))
     told = "the state after optimizer step 1 cannot be saved: optimizers.train[0].state.0"
@@ -121,7 +121,7 @@ def test_unsavable_state_that_appears_later_loses_no_earlier_checkpoint(shaped, 
     assert shaped(tmp_path, "--max-steps", 6, **optimizing(type("Late", (torch.optim.SGD,), {}))) == []
 
 
-def test_settings_missing_in_files_come_from_the_task(shaped, tmp_path):
+def test_optimizer_settings_that_files_cannot_hold_come_from_the_task(shaped, tmp_path):
     class Shrinking(torch.optim.SGD):
         def __init__(self, params, lr):
             super().__init__(
@@ -141,7 +141,7 @@ def test_settings_missing_in_files_come_from_the_task(shaped, tmp_path):
 
 
 class Lookahead(torch.optim.SGD):
-    """Every second step it goes half of the way back (Zhang et al., 2019); its state has names of its own."""
+    """SGD that goes half of the way back in every second step (Zhang et al., 2019); its state has other names."""
 
     def __init__(self, params, lr):
         super().__init__(params, lr, momentum=0.9)
@@ -171,7 +171,7 @@ class Lookahead(torch.optim.SGD):
         self.slow, self.num_steps = [*state["slow_state"].values()], state["num_steps"]
 
 
-def test_a_state_dict_with_other_entries(shaped, tmp_path):
+def test_a_state_dict_with_other_entries_is_restored(shaped, tmp_path):
     assert shaped(tmp_path / "whole", "--max-steps", 5, **optimizing(Lookahead)) == []
     for steps in (1, 3, 5):
         assert shaped(tmp_path / "resumed", "--max-steps", steps, **optimizing(Lookahead)) == []
@@ -211,8 +211,8 @@ def add_buffer(model):
 
 
 @pytest.mark.parametrize("change", [lengthen, lengthen_parameter, add_parameter, add_buffer])
-def test_a_model_that_changes_its_parameters_is_never_saved(change, shaped, tmp_path):
-    """By a forward that fails then: what is saved of the failed run is the step before."""
+def test_a_model_that_a_failing_forward_changed_is_never_saved(change, shaped, tmp_path):
+    """The last checkpoint of the failed run is from an earlier step."""
 
     class Changing(ShapedObjective):
         def forward(self, batch, phase="train"):
@@ -237,7 +237,7 @@ def test_a_model_that_changes_its_parameters_is_never_saved(change, shaped, tmp_
     assert shaped(tmp_path, "--max-steps", 9, build_objective=build_again) == []
 
 
-def test_a_model_that_changes_its_parameters_is_refused_at_the_first_step(shaped, tmp_path):
+def test_a_model_that_gains_a_buffer_is_refused_at_the_first_step(shaped, tmp_path):
     class Growing(ShapedObjective):
         def after_step(self, phase):
             add_buffer(self.model)
@@ -274,7 +274,7 @@ REFUSED_BUFFERS = {
 
 @pytest.mark.filterwarnings("ignore")  # of kinds that are beta
 @pytest.mark.parametrize("kind", REFUSED_BUFFERS)
-def test_unsaved_buffers_are_refused_at_construction(kind):
+def test_buffers_that_cannot_be_saved_are_refused_at_construction(kind):
     model = Plus(None)
     model.register_buffer("odd", REFUSED_BUFFERS[kind]())
     with pytest.raises(UserError, match=r"Mine.build_objective: odd .*register"):
@@ -300,7 +300,7 @@ def test_buffers_of_other_dtypes_are_restored(shaped, tmp_path):
     for steps in (1, 2):
         assert shaped(tmp_path, "--max-steps", steps, build_objective=build_objective) == []
     found = load(tmp_path / "final.pth")["model"]
-    for name, value in buffers.items():  # those of real numbers are in the precision of the model
+    for name, value in buffers.items():  # real numbers are in the precision of the model
         expected = value.clone().to(found[name].dtype).view(-1).view(torch.uint8)
         assert torch.equal(found[name].view(-1).view(torch.uint8), expected), name
     assert shaped(tmp_path, "--eval-only", build_objective=build_objective) == []
@@ -341,13 +341,13 @@ def test_facts_of_any_type_are_equal_at_the_next_start(shaped, tmp_path):
         (1j, "m is a complex"),
     ],
 )
-def test_different_facts_are_refused_by_name(fact, problem):
+def test_facts_that_cannot_be_saved_are_refused_by_name(fact, problem):
     task = type("Mine", (), {"describe_data": lambda self: {"m": fact}})()
     with pytest.raises(UserError, match=rf"^Mine.describe_data: {problem}"):
         facts_of_data(task)
 
 
-def test_facts_without_an_end_or_a_name_are_refused():
+def test_facts_that_are_nested_too_deeply_or_no_mapping_are_refused():
     deep: list = []
     for _ in range(3000):
         deep = [deep]

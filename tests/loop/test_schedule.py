@@ -17,7 +17,7 @@ def test_warm_up_is_linear_and_cosine_ends_at_the_floor():
     assert lr_factor(10, warmup=2, total=10, floor=0.1) == pytest.approx(0.1)
 
 
-def test_no_warm_up_and_only_warm_up():
+def test_a_run_may_have_no_warm_up_or_only_warm_up():
     assert lr_factor(0, warmup=0, total=5, floor=0) == 1
     assert lr_factor(5, warmup=5, total=5, floor=0) == 1
     assert lr_factor(2.5, warmup=5, total=5, floor=0) == 0.5
@@ -26,7 +26,7 @@ def test_no_warm_up_and_only_warm_up():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 1.5, 9, 10])
 def test_every_schedule_rises_then_falls(schedule, warmup):
-    """A warm-up into what would be the decay shortens that."""
+    """A warm-up that reaches into the decay shortens the decay."""
     curve = [lr_factor(i / 100, warmup, 10, 0.1, schedule) for i in range(1001)]
     peak = curve.index(max(curve))
     assert max(curve) == 1
@@ -57,7 +57,7 @@ def test_an_invalid_lr_factor_is_refused(factor):
         rate.at(1, 2)
 
 
-def test_scaling_by_devices():
+def test_the_device_scaling_factor_is_a_ratio_of_batches_or_its_root():
     assert device_scaling_factor("none", 128, 32) == 1
     assert device_scaling_factor("linear", 128, 32) == 4
     assert device_scaling_factor("sqrt", 128, 32) == 2

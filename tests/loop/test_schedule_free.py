@@ -1,4 +1,4 @@
-"""Optimizers that keep an average of the weights: it is evaluated and saved, and training goes on as if it were not."""
+"""The weight average of schedule-free optimizers is evaluated and saved, which does not change training."""
 
 import json
 
@@ -30,7 +30,7 @@ def train(run_here, monkeypatch):
 
 
 def bare(start, num_steps):
-    """y and x after so many steps of all samples, written as the paper has them, and the loss of x in validation."""
+    """y and x of the paper after some steps on all samples, and the validation loss of x."""
     train, val = (Points(num, seed).__getitems__(ALL) for num, seed in ((21, 1), (8, 2)))
 
     def loss(weights, samples):
@@ -61,7 +61,7 @@ def test_the_average_is_evaluated_and_saved(train, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "results.json").read_text())["metrics"]["val/loss"] == pytest.approx(val_loss, 1e-12)
 
 
-def test_resumes_bit_identically_with_any_saves_and_evaluations(train, tmp_path):
+def test_a_run_resumes_bit_identically_with_any_saves_and_evaluations(train, tmp_path):
     whole = train(tmp_path / "whole", 7)
     often = ("--save-every-steps", 1, "--eval-every-steps", 2, "--eval-start")
     for max_steps in (1, 2, 5, 7):

@@ -1,4 +1,4 @@
-"""The gradient of a step is that of one mean over all loss terms, however the samples are spread."""
+"""The gradient of a step equals the gradient of one mean over all loss terms, however samples are divided."""
 
 import functools
 from types import SimpleNamespace
@@ -58,7 +58,7 @@ TASKS = {
 
 
 def build(name, cache_dir, strategy, dtype=torch.float64):
-    """Whatever a step of a task's phase needs."""
+    """All parts that a step of a task's phase needs."""
     task_class, config, phase = TASKS[name]
     task = task_class(config, seed=0, cache_dir=cache_dir)
     torch.use_deterministic_algorithms(True)
@@ -77,7 +77,7 @@ def build(name, cache_dir, strategy, dtype=torch.float64):
 
 
 def seed_dropout(parts):
-    """As `train_step` does for the first micro-batch, and for an objective of the same masks for all of them."""
+    """Seeds dropout as `train_step` does for the first micro-batch, and with `same_masks` for all micro-batches."""
     parts.strategy.seed_dropout(*DROPOUT_KEY, 0, same_everywhere=parts.objective.same_masks)
 
 
@@ -120,7 +120,7 @@ def measure(strategy, accumulation, cache_dir):
 
 
 def in_process(environment, folder, cache_dir, way):
-    """What each process of a world does. way: how gradients travel; "ring" and "overlap" as those of larger models."""
+    """Measures on one process of a world. way: how gradients travel; "ring" and "overlap" as in larger models."""
     torch.set_num_threads(1)
     if way == "ring":
         process_group.DIRECT_BYTES = 0
@@ -138,7 +138,7 @@ def in_process(environment, folder, cache_dir, way):
 
 @pytest.fixture(scope="module")
 def reference(cache_dir):
-    """One forward and backward over the whole batch, written out."""
+    """Gradients of one forward and backward pass over the whole batch."""
     gradients = {}
     for name in TASKS:
         parts = build(name, cache_dir, SingleDevice(CPU))
@@ -167,7 +167,7 @@ def reference_weights(cache_dir):
     ],
 )
 def world(request, tmp_path_factory, cache_dir):
-    """What every rank of a world found, by accumulation."""
+    """Measurements of every rank of a world, by accumulation."""
     name, _, way = request.param.partition("-")
     size = int(name.removeprefix("world"))
     if size == 1:
@@ -183,7 +183,7 @@ def relative_difference(a, b):
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_gradients_equal_those_of_one_full_batch(world, reference, accumulation):
+def test_gradients_equal_the_gradient_of_one_full_batch(world, reference, accumulation):
     for found in world:
         for case, gradient in reference.items():
             assert relative_difference(found[accumulation][case], gradient) < 1e-12, case
@@ -196,13 +196,13 @@ def test_weights_after_100_steps_agree(world, reference_weights, accumulation):
 
 
 def test_a_sum_has_the_same_bits_on_every_rank(world):
-    """Or ranks would decide differently about early stopping."""
+    """Otherwise ranks would decide differently about early stopping."""
     for found in world[1:]:
         assert torch.equal(found["sum"], world[0]["sum"])
 
 
 def test_mean_of_means_fails_by_orders_of_magnitude(cache_dir, reference):
-    """The negative control: the rule that others use, on the same samples."""
+    """This is the negative control: the usual rule on the same samples."""
     parts = build("weighted", cache_dir, SingleDevice(CPU))
     parts.objective.zero_grad()
     keys = split_global_batch(np.arange(23) * 3, (0, 1), 8, epoch=1)
@@ -241,7 +241,7 @@ def test_sums_and_weights_are_additive(cache_dir):
 
 
 def test_a_placeholder_batch_is_replaced_not_multiplied_by_zero():
-    """Zero times infinity is NaN, on all ranks."""
+    """Zero times infinity would be NaN on all ranks."""
     loss = torch.tensor(float("inf"), requires_grad=True)
     sums = without_counting({"loss": loss * 2, "hits": torch.tensor(3)})
     sums["loss"].backward()

@@ -62,10 +62,10 @@ def test_another_shape_is_refused_and_earlier_sums_remain(num_before):
 
 
 def test_another_shape_than_in_the_checkpoint_is_refused():
-    """One of a single number would be added to all places."""
-    goes_on = share_of({"places": torch.tensor([1.0, 2.0]), "weight": torch.tensor(1.0)}, ONE_PROCESS)
+    """A sum of a single number would be added to all places."""
+    resumed = share_of({"places": torch.tensor([1.0, 2.0]), "weight": torch.tensor(1.0)}, ONE_PROCESS)
     with pytest.raises(UserError, match=r"different shapes, \(2,\) and \(1,\)"):
-        total_of([{"places": [7.0]}], goes_on)
+        total_of([{"places": [7.0]}], resumed)
 
 
 def test_micro_batches_of_a_step_have_the_union_of_metrics():

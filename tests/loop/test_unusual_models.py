@@ -1,4 +1,4 @@
-"""Models that are built in ways of their own learn what a bare hand-written loop learns, and are resumed."""
+"""Models that are built in unusual ways learn what a bare loop learns, and resume."""
 
 import json
 
@@ -18,7 +18,7 @@ FREQUENCIES = torch.polar(torch.ones(NUM_FEATURES // 2), torch.arange(1.0, 1 + N
 
 
 def rotated(model, x):
-    """As rotary embeddings do it."""
+    """Rotates pairs of features as rotary embeddings do."""
     turned = torch.view_as_real(torch.view_as_complex(x.unflatten(1, (-1, 2)).contiguous()) * model.frequencies)
     return turned.flatten(1)[:, :2]
 
@@ -47,7 +47,7 @@ RUN = ["--task", "shaped", "--weight-decay", 0.1, "--num-threads", 1, "--device"
 
 
 def bare_loop(build, dtype, num_epochs=2):
-    """With plain AdamW, which is not fused on a CPU."""
+    """The state dict after training with plain AdamW, which is not fused on a CPU."""
     torch.manual_seed(0)
     model = build()
     for tensor in [*model.parameters(), *model.buffers()]:
@@ -72,7 +72,7 @@ def bare_loop(build, dtype, num_epochs=2):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_run_matches_a_bare_loop(name, dtype, run_here, tmp_path, monkeypatch):
+def test_a_resumed_run_matches_a_bare_loop(name, dtype, run_here, tmp_path, monkeypatch):
     monkeypatch.setitem(TASKS, "shaped", type("Built", (Shaped,), {"build": lambda self: MODELS[name]()}))
     argv = [*RUN, tmp_path / "run", "--dtype", dtype, "--optimizer", "adamw", "--epochs"]
     run_here(*argv, 1)
@@ -125,7 +125,7 @@ def test_state_that_a_checkpoint_cannot_hold_is_refused(build, message):
 
 
 def test_sums_may_have_their_names_in_any_order(command, tmp_path):
-    """Two processes, in which a set of texts is gone through in different orders."""
+    """Two processes iterate over a set of strings in different orders."""
     (tmp_path / "headed.py").write_text(
         "from tests.helpers.shaped_task import *\n"
         "HEADS = {'age', 'sex', 'height', 'weight_kg', 'income'}\n"
@@ -186,7 +186,7 @@ def test_unweighted_samples_have_equal_losses_in_any_split(run_here, command, tm
 
 
 @pytest.mark.parametrize("weight", ["labelled * np.nan", "-labelled", "labelled * 9 - 1"])
-def test_invalid_numbers_of_loss_terms_are_refused(weight, refused, tmp_path):
+def test_invalid_weights_of_samples_are_refused(weight, refused, tmp_path):
     file = tmp_path / f"semi_{len(weight)}.py"
     file.write_text(SEMI.replace("WEIGHT(labelled)", weight))
     refused(

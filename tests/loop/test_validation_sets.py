@@ -1,4 +1,4 @@
-"""Several validation sets: each is scored as one alone is, at any number of processes and after a resume."""
+"""Each of several validation sets is scored like a single one, on any number of processes and after a resume."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def expected(model, num, seed):
 
 
 def check_scores(directory):
-    """Of every epoch, by the weights of its checkpoint."""
+    """Checks the scores of every epoch with the weights of its checkpoint."""
     for record in read_metrics(directory, "epoch"):
         model = load(directory / f"checkpoint_{record['epoch']}.pth")["model"]
         for name, num in SIZES.items():
@@ -57,7 +57,7 @@ def test_every_data_set_is_scored_like_a_plain_loop_even_after_a_resume(world_si
     assert read_metrics(whole, "epoch") == read_metrics(resumed, "epoch")
 
 
-def test_the_last_weights_are_scored_on_all_of_them_without_the_test_set(run_here, tmp_path):
+def test_without_the_test_set_the_last_weights_are_scored_on_all_validation_sets(run_here, tmp_path):
     out, _ = run_here(*argv(), "--no-test", "--save-dir", tmp_path)
     results, last = results_of(tmp_path), load(tmp_path / "final.pth")["model"]
     metrics = {f"val/{name}/{metric}" for name in SIZES for metric in ("loss", "auc")}
@@ -72,13 +72,13 @@ def test_the_last_weights_are_scored_on_all_of_them_without_the_test_set(run_her
     assert {"val/near/labels", "val/far/labels"} <= set(board.Tags()["images"])
 
 
-def test_an_unnamed_column_beside_named_columns(run_here, tmp_path):
+def test_an_unnamed_validation_set_is_scored_beside_named_sets(run_here, tmp_path):
     run_here(*argv("AndPlain"), "--save-dir", tmp_path)
     results = results_of(tmp_path)
     epochs = read_metrics(tmp_path, "epoch")
     assert results["best"]["value"] == max(record["val/auc"] for record in epochs)
     assert {"val/loss", "val/far/loss", "val/near/loss"} <= epochs[0].keys()
-    assert len(results["scores"]) == 7  # of the test alone
+    assert len(results["scores"]) == 7  # only the test set
     out, _ = run_here(*argv("AndPlain"), "--eval-only", "--save-dir", tmp_path)
     *_, plain, far, near, test = out.splitlines()
     model = load(tmp_path / "best.pth")["model"]
@@ -87,7 +87,7 @@ def test_an_unnamed_column_beside_named_columns(run_here, tmp_path):
         assert line == ", ".join(f"{name}/{metric} {value:.4f}" for metric, value in expected(model, num, seed).items())
 
 
-def test_the_table_shows_each_runs_headline_metric(run_here, tmp_path, monkeypatch):
+def test_the_table_shows_the_headline_metric_of_each_validation_set(run_here, tmp_path, monkeypatch):
     monkeypatch.setitem(TASKS, "headline", type("Headline", (Shifted,), {"headline": ("auc",)}))
     run_here("--task", "headline", *FLAGS, "--save-dir", tmp_path)
     heading, *rows = [line.split() for line in (tmp_path / "val.log").read_text().splitlines()][:4]
@@ -97,7 +97,7 @@ def test_the_table_shows_each_runs_headline_metric(run_here, tmp_path, monkeypat
 
 
 def test_validation_sets_are_sorted_by_name(run_here, tmp_path, monkeypatch):
-    """Not of `splits`, which may go by a folder's listing, and differ from process to process."""
+    """The order of `splits` may come from a folder's listing, and differ between processes."""
     assert validation_sets(["val/b", "train", "val", "validation", "val/a", "test"]) == ["val", "val/a", "val/b"]
     monkeypatch.setitem(TASKS, "other", type("Other", (Shifted,), {"order_of_sets": ("far", "near")}))
     for name in (f"{FILE}:Shifted", "other"):
@@ -106,7 +106,7 @@ def test_validation_sets_are_sorted_by_name(run_here, tmp_path, monkeypatch):
 
 
 def test_patience_uses_the_monitored_metric(run_here, tmp_path):
-    """A learning rate of almost nothing: the first score is the best for ever."""
+    """The learning rate is almost 0, so the first score stays the best."""
     run_here(*argv(), "--epochs", 9, "--lr", 1e-30, "--early-stopping-patience", 2, "--save-dir", tmp_path)
     results = results_of(tmp_path)
     assert (results["best"]["epoch"], results["epochs"]) == (1, 3)

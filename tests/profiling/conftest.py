@@ -36,7 +36,7 @@ def profile_here(capsys, monkeypatch):
 
 @pytest.fixture
 def alone(tmp_path):
-    """As one launched process."""
+    """The environment of a single launched process."""
     return RankEnvironment(0, 1, 0, 1, f"file://{tmp_path}/meeting")
 
 

@@ -25,8 +25,8 @@ def test_the_search_finds_the_limit_within_a_sixteenth(limit):
         assert min(limit, 1024) * (1 - 1 / 16) - 1 <= largest <= min(limit, 1024)
 
 
-def test_batch_size_command(profile_here, tmp_path):
-    """A forward of 20 ms whatever the batch: the largest is the fastest. There are 40 samples, so no batch of 64."""
+def test_batch_size_command_finds_the_largest_and_the_fastest_size(profile_here, tmp_path):
+    """A forward pass takes 20 ms for any batch, so the largest is the fastest. There are 40 samples."""
     arguments = [*ANY_BATCH, *SHORT, "--delay-s", "0.02", "--json", tmp_path / "sizes.json"]
     out = profile_here("batch-size", *arguments).out
     result = json.loads((tmp_path / "sizes.json").read_text())

@@ -1,4 +1,4 @@
-"""profiler.py check: what it finds, who tells of it, and with which status."""
+"""profiler.py check: its findings, the process that reports them, and its exit status."""
 
 import json
 import resource
@@ -20,7 +20,7 @@ from trainer.parallel.strategy import SingleDevice, Strategy
 from trainer.profiling import check, machine, processes
 
 
-def test_check_of_this_machine(profile_here, alone, tmp_path):
+def test_check_reports_every_part_of_this_machine(profile_here, alone, tmp_path):
     arguments = ["--device", "cpu", "--save-dir", tmp_path / "runs", "--json", tmp_path / "check.json"]
     profile_here("check", *arguments, environment=alone)
     findings = {f["subject"]: f for f in json.loads((tmp_path / "check.json").read_text())["findings"]}
@@ -40,7 +40,7 @@ def test_check_of_this_machine(profile_here, alone, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [[], TORCHRUN])
-def test_check_of_two_processes(launcher, command):
+def test_check_of_two_processes_reports_once(launcher, command):
     out = command(*launcher, "profiler.py", "check", "--device", "cpu", CUDA_VISIBLE_DEVICES="").stdout
     assert out.count("sums are right") == out.count(" disk: ") == 1
 
@@ -79,7 +79,7 @@ def test_check_of_a_broken_part_has_status_1(profile_here, alone):
 
 
 def test_check_of_processes_that_do_not_meet_has_status_1(profile_here, monkeypatch):
-    """The other one of two never comes."""
+    """The other of two processes never starts."""
     here = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in here.items():
         monkeypatch.setenv(name, str(value))
@@ -125,7 +125,7 @@ def test_machine_checks_do_not_delay_the_exchange(profile_here, alone, monkeypat
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_check_reports_nothing(number, profile_here, monkeypatch):
+def test_a_stopped_check_reports_nothing_as_broken(number, profile_here, monkeypatch):
     sizes = []
     monkeypatch.setattr(processes, "launch", lambda job, world_size: sizes.append(world_size) or 128 + number)
     assert "BROKEN" not in profile_here("check", "--device", "cpu", status=128 + number).out

@@ -42,7 +42,7 @@ def test_every_mistake_is_one_line(argv, messages, profile_here):
         assert any(line.startswith(f"error: {message}") for line in lines), lines
 
 
-def test_an_unwritable_file(profile_here):
+def test_an_unwritable_json_file_is_refused(profile_here):
     err = profile_here("step", *TINY, *SHORT, "--json", "/proc/none/step.json", status=2).err
     assert err.startswith("error: --json /proc/none/step.json: ")
 
@@ -65,7 +65,7 @@ def test_unwritable_results_are_reported_before_measuring(argv, message, profile
     assert places["file"].read_text() == "kept" and not list(places["folder"].iterdir())
 
 
-def test_a_launcher_is_refused_with_nproc(profile_here, monkeypatch):
+def test_scaling_under_a_launcher_is_refused(profile_here, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "scaling: starts its own processes" in profile_here("scaling", status=2).err
@@ -73,7 +73,7 @@ def test_a_launcher_is_refused_with_nproc(profile_here, monkeypatch):
 
 @pytest.mark.parametrize("argv", [["step", "--multi-gpu", "ddp", "--bogus"], ["scaling"], ["stpe"]])
 @pytest.mark.parametrize(("local_rank", "count"), [("0", 1), ("1", 0), (None, 1)])
-def test_one_process_of_a_launcher_prints_errors(argv, local_rank, count, profile_here, monkeypatch):
+def test_one_process_per_host_prints_errors(argv, local_rank, count, profile_here, monkeypatch):
     around = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     for variable, value in {**around, **({"LOCAL_RANK": local_rank} if local_rank else {})}.items():
         monkeypatch.setenv(variable, value)
@@ -81,7 +81,7 @@ def test_one_process_of_a_launcher_prints_errors(argv, local_rank, count, profil
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_explains_common_commands(name, capsys, monkeypatch):
+def test_help_of_each_command_shows_usage_examples_and_flags(name, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["profiler.py"])
     with pytest.raises(SystemExit) as ended:
         profile([name, "--help"])
@@ -92,8 +92,8 @@ def test_help_explains_common_commands(name, capsys, monkeypatch):
     assert "--json" in out and "--device" in out
 
 
-def test_the_trace_message_names_other_viewers_than_tensorboard(capsys, monkeypatch):
-    """TensorBoard shows nothing of it without a package that is not among the requirements."""
+def test_help_names_another_viewer_of_traces_than_tensorboard(capsys, monkeypatch):
+    """TensorBoard needs a package that is not among the requirements."""
     monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit):
         profile(["step", "--help-all"])

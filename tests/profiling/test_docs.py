@@ -35,7 +35,7 @@ def test_documented_command_parses(arguments, monkeypatch):
         several = cli.names_several_devices(argv) or COMMANDS[name].run is cli.in_worlds
         argv = [*argv, *FOR_SEVERAL_DEVICES] if COMMANDS[name].run is cli.in_worlds else argv
         _, problems = parse(argv, several, COMMANDS[name].tool)
-    # Data that the reader has and this machine does not.
+    # The reader has data sets that this machine may lack.
     assert [text for text in problems if not text.startswith("--data-dir ")] == []
 
 

@@ -1,4 +1,4 @@
-"""A few steps of a run: those of the loop, with the phases of a clock that leaves no trace."""
+"""Measured steps of a run equal the loop's steps, and the clock of their phases leaves no trace."""
 
 import time
 from contextlib import contextmanager
@@ -48,7 +48,7 @@ def test_clock_leaves_the_run_as_it_was(run):
 
 
 def test_copy_optimizer_and_logging_time_are_separated(run, monkeypatch):
-    """The loop itself does not say where they end. The steps are of 2, 2 and 1 micro-batches."""
+    """The loop itself does not mark where these phases end. The steps have 2, 2 and 1 micro-batches."""
     (optimizer,) = run.learner.optimizers["train"]
     optimizer.step = slow(optimizer.step, 0.03)
     run.log.advance = slow(run.log.advance, 0.05)
@@ -56,7 +56,7 @@ def test_copy_optimizer_and_logging_time_are_separated(run, monkeypatch):
     steps, _ = MeasuredRun(run).timed(3)
     total = dict(zip(PHASES, steps.sum(axis=0), strict=True))
     expected = {COPY: 50, OPTIMIZER: 90, REST: 150}
-    # Time counts once, so that what is found in its phase is in no other.
+    # Time counts once, so time in one phase is in no other phase.
     for phase, least in expected.items():
         assert total[phase] >= least, phase
     assert steps.sum() < sum(expected.values()) + 300
@@ -83,7 +83,7 @@ def test_gradient_exchange_counts_as_communication(run, monkeypatch):
     assert within[COMMUNICATION]["ms_mean"] >= 20 > within[BACKWARD]["ms_mean"]
 
 
-def test_accumulated_steps_equal_single_steps(run):
+def test_a_step_includes_its_accumulated_micro_batches(run):
     assert MeasuredRun(run).measure(3, 1)["global_batch_size"] == 16
     assert MeasuredRun(run).measure(3, 1)["steps"] == 3
 
@@ -96,7 +96,7 @@ def test_samples_per_step_are_averaged_if_the_last_step_is_short(run):
     assert result["samples_per_second"] == pytest.approx(1e3 * result["samples_per_step"] / result["step_ms_mean"])
 
 
-def test_phase_times_of_several_processes_are_those_of_rank_0(run):
+def test_a_report_of_several_processes_names_rank_0(run):
     result = MeasuredRun(run).measure(2, 1)
     assert step.report(result).startswith("      ")
     assert step.report({**result, "ranks": 2 * result["ranks"]}).startswith("rank 0 ")

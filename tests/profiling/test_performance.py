@@ -1,4 +1,4 @@
-"""The library: numbers of things whose time is known, and a model that is as it was before."""
+"""The profiling library measures known times, and leaves the model unchanged."""
 
 import json
 import math
@@ -31,7 +31,7 @@ class Resting(nn.Module):
 
 
 class Sums(nn.Module):
-    """As Lockstep's objectives: sums of a batch that is a dictionary."""
+    """Returns sums for a batch that is a dictionary, as Lockstep's objectives do."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ def test_sleep_in_backward_is_attributed_to_backward():
     ("pair", nn.Linear(3, 2), F.cross_entropy),
     ("pair", nn.Linear(3, 2), None),
 ])  # fmt: skip
-def test_full_profile_of_every_kind_of_batch(kind, model, loss, tmp_path):
+def test_a_full_profile_supports_every_kind_of_batch(kind, model, loss, tmp_path):
     profiler = quick(model, loader(kind), loss=loss, repeats=2)
     with profiler.timer("augmentation"):
         time.sleep(0.01)
@@ -90,13 +90,13 @@ def test_full_profile_of_every_kind_of_batch(kind, model, loss, tmp_path):
     assert all(math.isfinite(value) and value >= 0 for value in numbers)
 
 
-def test_full_profile_creates_the_folder_of_its_file(tmp_path):
+def test_a_full_profile_creates_the_folder_of_its_file(tmp_path):
     path = tmp_path / "deep" / "missing" / "profile.json"
     report = quick(nn.Linear(3, 2), loader("tensor"), repeats=1).run_full_profile(path)
     assert json.loads(path.read_text()) == report
 
 
-def test_full_profile_that_cannot_be_written_is_refused_before_measuring(tmp_path):
+def test_a_full_profile_that_cannot_be_written_is_refused_before_measuring(tmp_path):
     (tmp_path / "file").touch()
     batches = loader("tensor")
     with pytest.raises(NotADirectoryError, match=re.escape(f"'{tmp_path / 'file'}'")):
@@ -132,7 +132,7 @@ def test_warm_up_steps_are_not_measured():
 
 
 def test_batch_sizes_are_compared_by_samples_per_second():
-    """A forward that costs 8 ms and 1 ms a sample: the more samples, the faster."""
+    """A forward pass takes 8 ms and 1 ms per sample, so larger batches are faster."""
     profiler = quick(Resting(forward_s=0.008, per_sample_s=0.001), loader("tensor"), repeats=3)
     result = profiler.benchmark_batch_sizes([2, 16])
     two, sixteen = result["batch_sizes"]
@@ -258,13 +258,13 @@ def test_errors_of_the_caller_are_named():
 
 @pytest.mark.parametrize("method", ["profile_backward_pass", "profile_memory"])
 @pytest.mark.parametrize("loss", [None, F.cross_entropy])
-def test_model_without_parameters_to_train_is_named(method, loss):
+def test_a_model_without_parameters_to_train_is_refused(method, loss):
     profiler = quick(nn.Linear(3, 2).requires_grad_(False), loader("pair"), loss=loss)
     with pytest.raises(ValueError, match="the Linear has no parameter to train"):
         getattr(profiler, method)()
 
 
-def test_empty_first_batch_is_named():
+def test_an_empty_first_batch_is_refused():
     with pytest.raises(ValueError, match="first batch is empty"):
         quick(nn.Linear(3, 2), loader("tensor", size=0)).run_full_profile()
     with pytest.raises(ValueError, match="first batch is empty"):

@@ -1,4 +1,4 @@
-"""profiler.py scaling: its arithmetic, and what it says of the machine."""
+"""profiler.py scaling: its arithmetic, and its remarks about the machine."""
 
 import json
 import re
@@ -68,7 +68,7 @@ def scaling_of(monkeypatch, profile_here):
     return run
 
 
-def test_scaling_reports_data_bounds_and_its_board(scaling_of, tmp_path):
+def test_scaling_reports_limits_of_the_data_and_its_board(scaling_of, tmp_path):
     bounded = {**measured(150), "requested_global_batch_size": 64}
     out = scaling_of({1: measured(100), 2: bounded}, "--board", tmp_path / "a board").out
     assert f"tensorboard --logdir '{tmp_path / 'a board'}'\n" in out
@@ -80,14 +80,14 @@ def test_scaling_reports_data_bounds_and_its_board(scaling_of, tmp_path):
     ([], 4, True), ([], 1, False), (["--num-threads", "1"], 4, False),
 ])  # fmt: skip
 def test_scaling_warns_of_one_process_on_all_cores(argv, num_threads, warns, scaling_of, monkeypatch):
-    """OMP_NUM_THREADS=1 is as good as --num-threads 1."""
+    """OMP_NUM_THREADS=1 has the same effect as --num-threads 1."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     out = scaling_of({1: measured(100), 2: measured(150)}, *argv).out
     assert ("add --num-threads 1 for a fair comparison" in out) == warns
 
 
 @pytest.mark.slow
-def test_scaling_command(command, tmp_path):
+def test_scaling_command_compares_one_and_two_processes(command, tmp_path):
     arguments = [*TINY, *SHORT, "--delay-s", "0.05", "--rounds", "2", "--world-sizes", "1,2"]
     files = ["--json", tmp_path / "scaling.json", "--board", tmp_path / "board"]
     out = command("profiler.py", "scaling", *arguments, *files, CUDA_VISIBLE_DEVICES="").stdout
@@ -100,8 +100,8 @@ def test_scaling_command(command, tmp_path):
 
 
 @pytest.mark.slow
-def test_scaling_of_a_task_that_checks_its_weights_between_epochs(command, tmp_path):
-    """Where steps are timed without any exchange the weights must stay the same on all processes."""
+def test_scaling_works_for_a_task_that_checks_weights_between_epochs(command, tmp_path):
+    """Weights must stay the same on all processes while steps are timed without an exchange."""
     task = ["--task", "tests/helpers/refreshing_task.py:Refreshing", "--num-threads", "1", "--batch-size", "8"]
     out = command("profiler.py", "scaling", *task, *SHORT, "--rounds", "1", CUDA_VISIBLE_DEVICES="").stdout
     assert "ddp 2: " in out

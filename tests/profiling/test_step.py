@@ -1,4 +1,4 @@
-"""profiler.py step: what sleeps in a phase is found in it."""
+"""profiler.py step attributes time to the phase in which it passes."""
 
 import json
 import time
@@ -59,7 +59,7 @@ def test_trace_names_the_phases(slept):
     assert any(event.get("name", "").startswith("aten::") for event in events)
 
 
-def test_save_dir_is_not_changed(slept):
+def test_save_dir_is_not_created(slept):
     assert not slept["save_dir"].exists()
 
 
@@ -75,7 +75,7 @@ def test_a_batch_larger_than_the_data_is_reported(profile_here, tmp_path):
 
 
 def test_steps_of_two_phases_have_their_own_samples(profile_here, tmp_path):
-    """As many steps as an epoch has see the samples of one epoch, wherever they begin."""
+    """The steps of one epoch use the samples of one epoch, wherever they begin."""
     data = write_catalogue(tmp_path / "data")
     num_interactions = sum(len(line.split()) - 1 for line in (data / "train.txt").read_text().splitlines())
     num_edges = 2 * (num_interactions + len((data / "kg_final.txt").read_text().splitlines()))
@@ -97,7 +97,7 @@ def test_steps_of_two_phases_have_their_own_samples(profile_here, tmp_path):
     [*TORCHRUN, "profiler.py", "step", "--multi-gpu", "ddp"],
 ])  # fmt: skip
 @pytest.mark.slow
-def test_a_step_of_two_processes(start, command, tmp_path):
+def test_step_command_measures_two_processes(start, command, tmp_path):
     rests = ["--delay-s", "0.03", "--backward-s", "0.03"]
     out = command(
         *start, "--task", SLEEPY, *TINY[2:], *rests, *SHORT, "--json", tmp_path / "step.json",
