@@ -6,19 +6,19 @@ Whoever needs more room makes some first, or says in the commit why a budget ris
 from tests.helpers import budget
 
 LINES_AND_FILES = {
-    "checkpoint": (1993, 7),
+    "checkpoint": (2004, 7),
     "commands": (3414, 15),
     "common": (973, 8),
     "failure": (667, 4),
     "loading": (1763, 11),
     "logs": (794, 6),
-    "loop": (6611, 30),
-    "parallel": (3004, 14),
-    "trainer": (2780, 8),
+    "loop": (6623, 30),
+    "parallel": (3023, 14),
+    "trainer": (2837, 8),
 }
 """Of each room of trainer/ but profiling; "trainer" is the files in none."""
 BENCHMARKS = 5094
-TESTS = 54163
+TESTS = 54230
 FUNCTIONS_WITH_RUN = {"commands": 4, "loop": 10}
 FILES_OF_STEP, FUNCTIONS_OF_STEP = 19, 58
 """What one step of har enters on one process."""

@@ -321,6 +321,53 @@ def test_a_script_is_rerun_for_each_rank(tmp_path):
     assert ends.endswith(" 2")
 
 
+SWEEP = f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+import trainer
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from tests.test_script import EXACT, NAMES, TRAIN, net, nll
+settings = dict(names=NAMES, max_steps=2, **EXACT, multi_gpu="ddp", nproc=2)
+
+def in_pool(_):
+    trainer.fit(net(), TRAIN, nll, save_dir="pool", **settings)
+
+if __name__ == "__main__":
+    losses = []
+    for save_dir, steps in (("one", 2), ("one", 4), ("train.py", 2), ("last", 2)):
+        try:
+            metrics, _ = trainer.fit(net(), TRAIN, nll, save_dir=save_dir, **settings | {{"max_steps": steps}})
+            losses.append(metrics["train/loss"])
+        except trainer.UserError as error:
+            losses.append("refused")
+        print("seen", losses, flush=True)
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        [*pool.map(in_pool, [0])]
+"""
+
+
+def test_ranks_repeat_the_outcomes_of_earlier_calls_and_a_pool_is_refused(tmp_path):
+    (tmp_path / "train.py").write_text(SWEEP)
+    done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert "cannot rerun the script once per rank; call fit outside the pool" in done.stderr
+    seen = [line for line in done.stdout.splitlines() if line.startswith("seen")]
+    last = seen[-1].removeprefix("seen ")[1:-1].split(", ")
+    assert len(last) == 4 and last[2] == "'refused'" and last[0] == last[3] != last[1]
+    assert {line.removeprefix("seen [").rstrip("]") for line in seen} == {", ".join(last[:n]) for n in range(1, 5)}
+
+
+def test_autocast_around_fit_is_refused(tmp_path):
+    with torch.autocast("cpu"), pytest.raises(UserError, match="autocast is on"):
+        fit(tmp_path)
+
+
+def test_a_loss_of_another_model_is_refused(tmp_path):
+    other = net()
+    with pytest.raises(UserError, match="depends on no trained parameter of the model that it receives"):
+        fit(tmp_path, loss=lambda model, batch: nll(other, batch))
+
+
 def test_a_prompt_shows_the_command_to_run(tmp_path):
     code = SCRIPT.replace('print("begins")', "")
     done = subprocess.run([sys.executable, "-"], input=code, cwd=tmp_path, capture_output=True, text=True)

@@ -38,7 +38,12 @@ from trainer.failure.signals import STOP_SIGNALS, LeftAtOnce, handlers_restored
 from trainer.flags import RETIRED, TRAINER_GROUPS, ExportFlags, MultiDeviceFlags, PredictFlags, SeveralFlags
 from trainer.loading.torch_datasets import draws_put_back
 from trainer.parallel.environment import RankEnvironment, is_launched
-from trainer.parallel.launch import EXIT_UNGUARDED, imports_script_of_parent, num_processes
+from trainer.parallel.launch import (
+    EXIT_UNGUARDED,
+    imports_script_of_parent,
+    num_processes,
+    was_started_by_multiprocessing,
+)
 from trainer.registry import find_task, name_of, source_file
 from trainer.script import Outputs, Script, predicted, task_of
 from trainer.task import Task
@@ -55,6 +60,8 @@ NOT_OF_ONE_RUN = (
 """Fields of flags that request work other than training one run; `fit` refuses these flags."""
 _calls = count()
 _rank: "_Rank | None" = None
+_outcomes: dict[int, bytes] = {}
+"""Pickled metrics or exception of each call of `fit`, by index, for ranks that rerun the script up to a later call."""
 _in_use = threading.Lock()
 ONE_RUN = "fit trains one run of the given task class; leave this setting out"
 
@@ -159,6 +166,10 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
     if imports_script_of_parent():
         sys.exit(EXIT_UNGUARDED)  # the parent prints the reason
     try:
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise UserError(
+                "fit: torch.autocast is on, and would keep old copies of weights; call fit outside, with amp="
+            )
         task_type, number = _task_of(task, script, settings), next(_calls)
         argv, problems, several_devices = _command_line(task_type, settings)
         if _rank is not None and number == _rank.number:
@@ -168,11 +179,15 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
         flags, environment = read_command_line(argv, several_devices, task_type=task_type, problems=problems)
         run = SavedRun(flags.checkpoint.save_dir, task_type)
         if _rank is not None:
-            return Fitted(_metrics_at_end(run), run)  # the parent process has already finished this earlier call
-        _refuse_other_than_one_run(flags)
-        if starts_processes(flags.multi, environment):
-            return _fit_in_processes(flags.multi, flags.devices.device, argv, run, number)
-        return _fit_here(flags, argv, environment, run)
+            return Fitted(_outcome_in_parent(number), run)
+        with _outcome_kept(number):
+            _refuse_other_than_one_run(flags)
+            if starts_processes(flags.multi, environment):
+                fitted = _fit_in_processes(flags.multi, flags.devices.device, argv, run, number)
+            else:
+                fitted = _fit_here(flags, argv, environment, run)
+            _outcomes[number] = pickle.dumps(fitted.metrics)
+        return fitted
     except UserError as error:
         end: BaseException = UserError(str(error))
     except Failure as failure:
@@ -271,6 +286,11 @@ def _fit_in_processes(multi: MultiDeviceFlags, device: str, argv: Sequence[str],
 
 def _run_script_again(multi: MultiDeviceFlags, device: str, argv: Sequence[str], number: int) -> int:
     """Reruns this script once per rank, and returns the exit status. Raises UserError if there is no script file."""
+    if was_started_by_multiprocessing():
+        raise UserError(
+            f"multi_gpu {multi.multi_gpu}: multiprocessing started this process, so it cannot rerun the script once "
+            "per rank; call fit outside the pool, or leave multi_gpu out"
+        )
     main = sys.modules["__main__"]
     file, spec = getattr(main, "__file__", None), getattr(main, "__spec__", None)
     if file is None or not Path(file).is_file():
@@ -280,27 +300,37 @@ def _run_script_again(multi: MultiDeviceFlags, device: str, argv: Sequence[str],
         )
     sys.modules["__main__"] = ModuleType("__main__")  # otherwise new processes would also import the script as a module
     try:
-        run_rank = partial(_run_as_rank, file, None if spec is None else spec.name, number)
+        run_rank = partial(_run_as_rank, file, None if spec is None else spec.name, number, _outcomes)
         return start_processes(multi, device, argv, run_rank)
     finally:
         sys.modules["__main__"] = main
 
 
 class _Rank(NamedTuple):
-    """Rank of this process in a run that its parent started. number: zero-based index of the `fit` call that trains."""
+    """Rank of this process in a run that its parent started. number: zero-based index of the `fit` call that trains.
+
+    outcomes: `_outcomes` of the parent process.
+    """
 
     number: int
+    outcomes: Mapping[int, bytes]
     argv: Sequence[str]
     environment: RankEnvironment
 
 
 def _run_as_rank(
-    file: str, module: str | None, number: int, argv: Sequence[str], several_devices: bool, environment: RankEnvironment
+    file: str,
+    module: str | None,
+    number: int,
+    outcomes: Mapping[int, bytes],
+    argv: Sequence[str],
+    several_devices: bool,
+    environment: RankEnvironment,
 ) -> int:
     """Reruns a script up to its `fit` call with index `number`, in a session that Ctrl-C does not reach."""
     global _rank
     os.setsid()
-    _rank = _Rank(number, argv, environment)
+    _rank = _Rank(number, outcomes, argv, environment)
     if module is not None:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     else:
@@ -308,6 +338,30 @@ def _run_as_rank(
     place = f"rank {environment.rank} did not reach call {number + 1} of fit, or went on after it"
     to_stderr(f"{file}: {place}; let all ranks reach the call, and do not catch its SystemExit")
     return EXIT_BAD_INPUT
+
+
+@contextmanager
+def _outcome_kept(number: int) -> Iterator[None]:
+    """Context that keeps an exception of a call of `fit` in `_outcomes`; as RuntimeError if it cannot be pickled."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            _outcomes[number] = pickle.dumps(error)
+            pickle.loads(_outcomes[number])
+        except Exception:  # a user's exception may raise anything
+            _outcomes[number] = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+        raise
+
+
+def _outcome_in_parent(number: int) -> dict[str, float]:
+    """Returns the metrics of an earlier call of `fit` in the parent process, or raises its exception."""
+    assert _rank is not None
+    outcome = pickle.loads(_rank.outcomes[number])
+    if isinstance(outcome, BaseException):
+        raise outcome
+    metrics: dict[str, float] = outcome
+    return metrics
 
 
 def _ended(status: int, form: str, run: SavedRun) -> Fitted:

@@ -168,7 +168,7 @@ class Option:
 
     @property
     def without_value(self) -> str:
-        """What the flag does without a value, from the help's final "(default: ...)"; "" if there is none."""
+        """Returns what the flag does without a value, from the help's final "(default: ...)", or an empty string."""
         return self.help.partition(" (default: ")[2].removesuffix(")")
 
     @property

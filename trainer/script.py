@@ -176,9 +176,12 @@ def predicted(
     if len(dataset) == 0 or batch_size < 1:
         raise UserError(f"predict: {len(dataset)} items, batch_size {batch_size}: both must be at least 1")
     answers, model = [], model.to(device).eval()
+    is_double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
     for start in range(0, len(dataset), batch_size):
         keys = SampleKeys(np.arange(start, min(start + batch_size, len(dataset))), epoch=0)
         batch = {name: tensor.to(device) for name, tensor in gathered(dataset, task.collate, keys).items()}
+        if is_double:
+            batch = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
         answers.append(_outputs_of(model, batch, outputs).cpu())
     return torch.cat(answers)
 

@@ -194,3 +194,13 @@ def test_an_unwritable_folder(place, more, refused, tmp_path):
     reason = "is a file, or one of its parents is; choose" if place.startswith("file") else ""
     refused([f"--save-dir {directory}: {reason}"], *TINY, "--save-dir", directory, *more)
     assert contents(tmp_path) == {"file": b"precious"}
+
+
+@pytest.mark.parametrize("name", ["train.log", "logs", "logs/baseline", "lock.held"])
+def test_symbolic_links_in_a_run_directory_are_refused(name, refused, tmp_path):
+    (tmp_path / "target").write_text("unchanged")
+    link = tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(tmp_path / "target")
+    refused([f"--save-dir {tmp_path / 'run'}: {name} is a symbolic link"], *TINY, "--save-dir", tmp_path / "run")
+    assert (tmp_path / "target").read_text() == "unchanged"

@@ -447,3 +447,11 @@ def test_a_group_that_lost_a_rank_restarts(tmp_path, capfd):
 def test_a_process_out_of_memory_is_restarted(tmp_path):
     assert launching.launch(LacksMemory(tmp_path / "starts"), 1) == 0
     assert len((tmp_path / "starts").read_text().splitlines()) == 3
+
+
+def test_started_processes_import_no_module_of_the_current_folder(environment, tmp_path):
+    (tmp_path / "signal.py").write_text("raise SystemExit('the signal.py of the current folder was imported')")
+    argv = [ROOT / "main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2, *TINY, "--device", "cpu"]
+    argv = [sys.executable, *map(str, argv), "--save-dir", "run"]
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

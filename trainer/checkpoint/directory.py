@@ -43,6 +43,16 @@ from trainer.loading.order import Position
 METRICS = "metrics.jsonl"
 
 
+def refuse_links(folder: Path) -> None:
+    """Raises UserError for a symbolic link through which a run would write to or delete files outside of its folder."""
+    links = (path for path in [*folder.iterdir(), *(folder / "logs").glob("*")] if path.is_symlink())
+    if (link := next((path for path in links if path.suffix != ".pth"), None)) is not None:
+        raise UserError(
+            f"--save-dir {folder}: {link.relative_to(folder)} is a symbolic link, through which the run would write "
+            "outside of this folder; remove the link"
+        )
+
+
 class RunDirectory:
     """The `--save-dir` folder of a run, which this process locks. Only rank 0 uses this class.
 
@@ -75,6 +85,7 @@ class RunDirectory:
                 self.path.mkdir(parents=True, exist_ok=True)
             elif not (self.path / KERNEL_LOCK).exists():
                 raise UserError(f"--save-dir {self.path}: {FOLDER_GONE}; run the same command again")
+            refuse_links(self.path)
             agents_before = config.get("torchrun_agents")
             if isinstance(agents_before, list) and any(agent in agents_before for agent in agents):
                 self.earlier_attempt = config

@@ -226,6 +226,11 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
             )
         learner.buffers.learn(changes(), objective, strategy.group)
         (sums["loss"] * 0).backward()
+        if all(parameter.grad is None for parameter in learner.params[phase]):
+            raise UserError(
+                f"{forward_name(objective, phase)} returns a loss that depends on no trained parameter of the model "
+                "that it receives, a copy of the given model; compute the loss from that model"
+            )
     strategy.build_buckets(net)
     return told
 

@@ -42,6 +42,8 @@ NEW_FOR_S = 10
 FOLDER = "lockstep-rendezvous-"
 """Name prefix of the temporary folders for the ranks' rendezvous files."""
 STDOUT, STDERR = 1, 2
+SAFE_PATH = "PYTHONSAFEPATH"
+"""Variable that keeps new interpreters from importing modules of the current folder, such as a user's signal.py."""
 
 
 # --- any processes -----------------------------------------------------------------------------------------------
@@ -84,17 +86,17 @@ class Launcher:
         if stderr is not None:
             stderr.parent.mkdir(parents=True, exist_ok=True)
             stderr.touch()
-        arguments = (function, variables, stderr)
+        arguments = (function, {SAFE_PATH: os.environ.get(SAFE_PATH, ""), **variables}, stderr)
         process = multiprocessing.get_context("spawn").Process(name=PROCESS_NAME, target=_call, args=arguments)
         # Block signals until the new process handles them; first start Python's resource tracker, which unblocks them.
-        resource_tracker.ensure_running()
-        previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        try:
-            with without_folders_of_classes():
+        with _set(SAFE_PATH, "1"), without_folders_of_classes():
+            resource_tracker.ensure_running()
+            previous = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            try:
                 process.start()
-            self.running.append(process)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+                self.running.append(process)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, previous)
         if self.stop.signal_number is not None:
             _send(process, self.stop.signal_number)
         return process
@@ -116,6 +118,18 @@ class Launcher:
         group = os.getpgrp() if number == signal.SIGINT and sys.stdin is not None and sys.stdin.isatty() else None
         for process in self.running:
             _send(process, number, except_group=group)
+
+
+@contextmanager
+def _set(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
 
 
 def exit_status(exit_code: int) -> int:
@@ -158,6 +172,11 @@ def imports_script_of_parent() -> bool:
     """Returns whether a `Launcher` started this process and the process is still importing its parent's script."""
     process = multiprocessing.current_process()
     return process.name == PROCESS_NAME and getattr(process, "_inheriting", False)
+
+
+def was_started_by_multiprocessing() -> bool:
+    """Returns whether this process is a worker, such as a process of a pool."""
+    return multiprocessing.parent_process() is not None
 
 
 # --- the processes of one run ------------------------------------------------------------------------------------
