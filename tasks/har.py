@@ -261,7 +261,7 @@ class HarTask(Task):
 
     @cached_property
     def _encoding(self) -> Standardised | None:
-        """Model whose frozen encoder computes all features once, before training; None if features can change."""
+        """Model whose frozen encoder computes all features before training; None if features can change."""
         config: HarFlags = self.config
         if not config.no_augmentation or not config.freeze_encoder:
             return None
@@ -397,7 +397,7 @@ class HarTask(Task):
         return network.blocks
 
     def initialise(self, objective: Objective) -> None:
-        """Sets the model's input mean and standard deviation from training windows; loads the `--encoder-path` file."""
+        """Sets the model's input statistics from training windows, and loads the `--encoder-path` file if given."""
         assert isinstance(objective, HarObjective)
         objective.model.set_statistics(*self._windows["train"].statistics)
         if self.config.encoder_path is not None:
@@ -491,7 +491,7 @@ class HarTask(Task):
     def predictions(self, objective: Objective, batch: Batch) -> Mapping[str, Sequence[Any]]:
         """Returns columns with each window's index, start and end time, predicted activity and class probabilities.
 
-        Times are in seconds, and empty for windows from a .npy file. Includes the file's columns of person and trial.
+        Times are in seconds, and empty for windows from a .npy file. The file's person and trial columns are copied.
         """
         assert isinstance(objective, HarObjective)
         self._doubt_units(objective.model)

@@ -57,7 +57,7 @@ def block_height(num_panels: int) -> int:
 def draw_windows(
     signals: Tensor, panels: Panels, predicted: Sequence[str], confidence: Tensor, true: Sequence[str]
 ) -> np.ndarray:
-    """Draws each window's panels below its predicted class. Returns (height, WIDTH, 3) uint8.
+    """Draws each window's panels below its predicted class, as (height, WIDTH, 3) uint8.
 
     signals: (n, C, T); each panel has the same scale for all windows. predicted, true: class names, one per window.
     confidence: (n,), probability of each predicted class.

@@ -304,7 +304,7 @@ class KgatTask(RecommenderTask):
         return max(1, round(batch_size * self.config.kg_batch_ratio)) if phase == "kg" else batch_size
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """With `--loss softmax`, returns indices of the users with the most items, otherwise of the first samples."""
+        """Returns the indices of the first samples or, if samples are users, of those with the most items."""
         dataset = self._datasets[phase]
         if not isinstance(dataset, UserItems):
             return super().largest_samples(phase, epoch, count)
@@ -471,7 +471,7 @@ class KgatTask(RecommenderTask):
         return Exported(program, {"users": batch["user"]}, objective.scores(batch["user"]))
 
     def _explained(self, model: KGAT, users: Sequence[int], items: Sequence[int]) -> list[tuple[float, str]]:
-        """Returns (attention, path) for each user and item. Pairs of the same user should be consecutive, for speed."""
+        """Returns (attention, path) for each (user, item) pair. For speed, a user's pairs should be consecutive."""
         if self._explanations is None:
             self._explanations = Explanations(self.catalogue, self.edges, model.compute_attention())
         found: list[tuple[float, str]] = []

@@ -38,10 +38,9 @@ def drawable(text: str) -> str:
 
 
 def draw_bars(names: Sequence[str], shares: Sequence[float]) -> np.ndarray:
-    """Draws a horizontal bar for each name, labelled with its share in percent.
+    """Draws a horizontal bar for each name, labelled with its share in percent, as (height, WIDTH, 3) uint8.
 
     names: only the end of a long name is drawn. shares: at least 0; the bar of the largest share fills the width.
-    Returns (height, WIDTH, 3) uint8.
     """
     small = font(SMALL)
     names = [_shortened(drawable(name)) for name in names]
@@ -61,17 +60,17 @@ def draw_bars(names: Sequence[str], shares: Sequence[float]) -> np.ndarray:
 
 
 def _shortened(name: str) -> str:
-    """Returns a name if it fits into WIDEST_NAME pixels, otherwise "..." and as much of its end as fits."""
+    """Shortens a name that is wider than WIDEST_NAME pixels to "..." and as much of its end as fits."""
     parts = (name, *(f"...{name[start:]}" for start in range(len(name))))
     return next(part for part in parts if font(SMALL).getlength(part) <= WIDEST_NAME)
 
 
 def draw_confusion_matrix(counts: Tensor, classes: Sequence[str]) -> np.ndarray:
-    """Draws a confusion matrix, in which the shade of a cell shows the cell's share of its row.
+    """Draws a confusion matrix, as (height, width, 3) uint8. The shade of a cell shows the cell's share of its row.
 
     If there are few classes, each non-empty cell also shows its count and percentage.
 
-    counts: (C, C), indexed by [true class, predicted class]. classes: C names. Returns (height, width, 3) uint8.
+    counts: (C, C), indexed by [true class, predicted class]. classes: C names.
     """
     cells = counts.double().cpu().numpy()
     shares = cells / cells.sum(axis=1, keepdims=True).clip(min=1)

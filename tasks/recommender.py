@@ -43,7 +43,7 @@ class RecommenderTask(Task):
     @cached_property
     @abstractmethod
     def evaluation_key(self) -> tuple[object, ...]:
-        """Key of cached scores; contains all that determines the scores of a fitted model: data, split and settings."""
+        """Key of cached scores: data, split and settings, which determine the scores of a fitted model."""
 
     def initialise(self, objective: Objective) -> None:
         if isinstance(objective.model, SimpleRecommender):

@@ -79,7 +79,7 @@ class SeqrecObjective(Objective):
         return scores
 
     def recommend(self, batch: Batch, num_items: int) -> tuple[Tensor, Tensor]:
-        """Returns the highest scores and their items, (B, num_items) each; the batch's "seen" items score -inf."""
+        """Returns the num_items highest scores and their items, (B, num_items) each; "seen" items score -inf."""
         return highest(without_seen(self._scores(batch), batch), num_items)
 
     def _places(self, batch: Batch) -> Sums:
@@ -98,7 +98,7 @@ class SeqrecObjective(Objective):
 
 
 def without_seen(scores: Tensor, batch: Batch) -> Tensor:
-    """Sets entries of scores, (B, num_items + 1), to -inf for the batch's "seen" items; returns the scores."""
+    """Sets the scores of the batch's "seen" items to -inf in place, and returns scores, (B, num_items + 1)."""
     return scores.scatter_(1, batch["seen"], -torch.inf) if "seen" in batch else scores
 
 

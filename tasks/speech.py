@@ -452,7 +452,7 @@ class SpeechTask(Task):
         return max(int(model.num_frames(num_samples)), *(len(self.alphabet.encode(text)) for text in texts))
 
     def initialise(self, objective: Objective) -> None:
-        """Computes the mean and standard deviation of training features; streaming models normalise with these."""
+        """Computes the mean and standard deviation of training features, with which streaming models normalise."""
         assert isinstance(objective, SpeechObjective)
         front_end, train = objective.model.front_end, self._splits["train"]
         if front_end.normalise != "utterance":
@@ -510,7 +510,7 @@ class SpeechTask(Task):
         }
 
     def exported(self, objective: Objective, batch: Batch) -> Exported:
-        """Exports the model: audio of any length -> log-probabilities of symbols and each utterance's frame count."""
+        """Exports the model, which maps audio of any length to log-probabilities and each utterance's frame count."""
         assert isinstance(objective, SpeechObjective)
         inputs = {name: batch[name] for name in ("audio", "num_samples")}
         expected = objective.model(*inputs.values())

@@ -252,7 +252,7 @@ class TabularTask(Task):
         return ("val/prior/auc", "max") if self.config.data_dir is None else ("val/loss", "min")
 
     def other_work(self) -> str | None:
-        """Writes an epoch of synthetic tables to the --prior-only file; returns a message, or None without the flag."""
+        """Writes an epoch of synthetic tables to the --prior-only file, if given, and returns a message."""
         path: Path | None = self.config.prior_only
         if path is None:
             return None
@@ -365,7 +365,7 @@ class TabularTask(Task):
         return ConsecutiveBatches(self.num_samples(phase), global_batch_size)
 
     def largest_samples(self, phase: str, epoch: int, count: int) -> np.ndarray:
-        """Returns the indices of the largest batch of synthetic tables, or the first ones for a user's table."""
+        """Returns the indices of the largest batch of synthetic tables, or of the first samples of a user's table."""
         tables = self.splits()["train"]
         if isinstance(tables, PriorTables):
             return tables.largest(epoch, count)
@@ -488,7 +488,7 @@ class TabularTask(Task):
         return Exported(model, inputs, model(**inputs), {"context": table, "labels": (1,), "queries": table})
 
     def _with_context(self, rows: Tensor) -> Batch:
-        """Builds a problem for each row: labelled rows are the context; the row and its predecessor are the queries."""
+        """Builds a problem for each row, with labelled rows as context, and the row and its predecessor as queries."""
         features, labels = (torch.from_numpy(values[:_EXPORT_ROWS]).to(rows.device) for values in self._own.context)
         return {
             "context": features.to(rows.dtype).repeat(len(rows), 1, 1),

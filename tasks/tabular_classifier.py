@@ -247,7 +247,7 @@ class TabularClassifier:
         return run
 
     def _tuned(self) -> TrainedRun:
-        """Tunes the network with `trainer.fit` in a temporary folder. If a signal stops `fit`, raises it again."""
+        """Tunes the network with `trainer.fit` in a temporary folder; then re-raises any signal that stopped `fit`."""
         several = {"multi_gpu": forms.USUAL, "nproc": int(self.num_devices)} if self.num_devices > 1 else {}
         of_weights = self._flags_of_weights()
         quiet = nullcontext() if self.verbose else redirect_stdout(io.StringIO())
@@ -328,7 +328,7 @@ class TabularClassifier:
     def _checked(self, X: Any) -> Table:  # noqa: N803
         """Converts X to a table. Raises ValueError if X does not have as many columns as in `fit`.
 
-        If only one of the two tables has column names, columns are matched by position, as in scikit-learn.
+        If only one of X and the table of `fit` has column names, columns are matched by position, as in scikit-learn.
         """
         self._require_fitted()
         table = _table(X)

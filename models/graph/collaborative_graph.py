@@ -55,11 +55,11 @@ class CollaborativeGraph(nn.Module):
         return merged.index_add_(0, self.entry_of_further, values.index_select(0, self.further_edges))
 
     def laplacian(self, kind: Laplacian, dtype: torch.dtype) -> Tensor:
-        """Returns normalised edge values, (E,). The degrees of an edge's nodes count only edges of the edge's relation.
+        """Returns normalised edge values, (E,). Degrees count only edges of the same relation.
 
         random-walk: 1 / out-degree of the head. symmetric: 1 / sqrt(out-degree of the head * in-degree of the tail).
         reference: 1 / sqrt(out-degree of the head * out-degree of the tail), or 0 if the tail has out-degree 0, which
-        is true of nearly all edges. KGAT's public code calls the reference values "symmetric".
+        is the case for nearly all edges. KGAT's public code calls this variant "symmetric".
         """
         values = torch.empty(len(self.head), dtype=dtype, device=self.head.device)
         for edges in self.edges_by_relation():

@@ -75,7 +75,7 @@ class KGAT(Recommender):
         """Returns representations of users and items.
 
         Train mode uses the propagation matrix set last, by `refresh` or `set_laplacian`; eval mode computes attention
-        from the current weights. The L2 penalty applies to the representations.
+        from the current weights. The L2 penalty applies to the whole representations.
         """
         rows, place = distinct(torch.cat([users + (self.graph.num_nodes - self.num_users), items]))
         matrix = self.graph.matrix.operands(self.node_dropout) if self.training else self._current_operands()
@@ -140,7 +140,7 @@ class KGAT(Recommender):
         self._propagate_by(self.compute_attention())
 
     def _propagate_by(self, values: Tensor) -> None:
-        """Computes the propagation matrix from the given edge values, (E,), and stores both."""
+        """Stores edge values, (E,), and computes the propagation matrix from them."""
         self.attention.copy_(values)
         self.graph.matrix.set_values(self.graph.merge(values))
 

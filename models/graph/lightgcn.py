@@ -78,11 +78,10 @@ class LightGCN(Recommender):
 
 
 class KnowledgeLightGCN(LightGCN):
-    """LightGCN that adds embeddings of neighbours in a knowledge graph to item embeddings.
+    """LightGCN that adds to each item's embedding the mean embedding of its neighbours in a knowledge graph.
 
-    Layer 0 of an item is its embedding plus the mean embedding of its neighbours in the knowledge graph. Neighbours'
-    embeddings come from a separate table of all entities, including items. Relation types are ignored, but a neighbour
-    counts once for each triple that links it to the item.
+    Neighbours' embeddings come from a separate table of all entities, including items. Relation types are ignored, but
+    a neighbour counts once for each triple that links it to the item.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class FinalScores(nn.Module):
 
 
 def initialise(tables: list[nn.Embedding]) -> None:
-    """Initialises embedding tables with Xavier uniform values, as if they were one table."""
+    """Initialises embedding tables with Xavier uniform values, whose bound is computed as if the tables were one."""
     num_rows, width = sum(table.num_embeddings for table in tables), tables[0].embedding_dim
     bound = (6 / (num_rows + width)) ** 0.5
     for table in tables:

@@ -121,7 +121,7 @@ class _Product(torch.autograd.Function):
 
 
 def multiply(csr: CSR, x: Tensor) -> Tensor:
-    """Returns csr @ x without a gradient, computed with the fastest kernel for x's device.
+    """Returns csr @ x without a gradient.
 
     On a CPU, F.embedding_bag is many times faster than torch's sparse products. On a GPU, F.embedding_bag is slower,
     but sums in a fixed order, so it is used only if torch must use deterministic algorithms.

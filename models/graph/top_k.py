@@ -65,11 +65,10 @@ def top_k(scores: Tensor, positives: Tensor, seen: Tensor, ks: Sequence[int]) ->
 
 @lru_cache(maxsize=32)
 def _constants(ks: tuple[int, ...], length: int, device: torch.device) -> tuple[Tensor, ...]:
-    """Returns constant tensors, which are cached on the device and must not be changed.
+    """Returns the constant tensors cutoffs, within, gains and best, which are cached and must not be changed.
 
-    The tensors are the cut-offs, (len(ks),) int64; a mask that is 1 at the places within each cut-off, (length,
-    len(ks)) float64; the mask times each place's DCG gain; and the DCG of n hits in the first n places, for n from 0 to
-    `length`, (length + 1,) float64.
+    cutoffs: (len(ks),) int64. within: (length, len(ks)) float64, 1 at the places within each cut-off, else 0.
+    gains: `within` times each place's DCG gain. best: (length + 1,) float64, DCG of n hits in the first n places.
     """
     with torch.inference_mode(False), torch.no_grad():
         gains = 1 / torch.arange(2, length + 2, dtype=torch.float64).log2()

@@ -23,7 +23,7 @@ class HarNet(nn.Module):
     which get the same windows and share no parameters. Each member is trained on its own loss (`member_logits`), and
     `forward` averages the members' probabilities.
 
-    Samples do not affect each other. T can be any length.
+    A sample's logits do not depend on other samples. Windows can have any length T.
 
     mode: how channels are combined.
         "early": the first convolution gets all channels; this is the most accurate mode.

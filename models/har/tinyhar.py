@@ -16,8 +16,7 @@ class TinyHar(nn.Module):
 
     The model has convolutions shared by all channels, attention between the channels of a time step, a linear layer
     that fuses the channels, an LSTM over time, and attentive pooling of the LSTM's states. Four convolutions with
-    strides 1, 2, 1, 2 shorten T, which must be at least 1, to ceil(T / 4). The model has 42,704 parameters for 9
-    channels and 6 classes.
+    strides 1, 2, 1, 2 shorten T to ceil(T / 4). The model has 42,704 parameters for 9 channels and 6 classes.
 
     The architecture combines the variants attn, FC, lstm and tnaive of the authors' code (teco-kit/ISWC22-HAR), with 24
     filters. Unlike the authors' code, this model pads convolutions, and also applies dropout before the classifier.
@@ -72,7 +71,7 @@ def _encoder() -> nn.Sequential:
 class ChannelAttention(nn.Module):
     """Computes x + gate * attention(x) between the channels of each time step; logits are not scaled, as published.
 
-    `query` corresponds to "key" in the authors' code, where softmax runs over the other dimension of the logits.
+    The authors' code calls `query` "key", and applies softmax over the other dimension of the logits.
     """
 
     def __init__(self, width: int) -> None:

@@ -14,9 +14,9 @@ A model's first connection creates the streams as copies of its input, and its l
 first connection lacks h_pre and H_res, which have no effect on equal streams (a norm cancels the scale of h_pre X). The
 last connection lacks H_res, which does not change the mean.
 
-Initially h_post is 1, H_res is close to the identity, and h_pre sums to 1, with most weight on stream l mod n at
-connection l. All streams are equal at first, so the network computes the same function as with pre-norm residuals.
-The streams get different gradients, because each h_pre selects mainly one stream.
+Before training, h_post is nearly 1, H_res is close to the identity, and h_pre sums to nearly 1, with most weight on
+stream l mod n at connection l. All streams are then nearly equal, so the network computes nearly the same function as
+with pre-norm residuals. The streams get different gradients, because each h_pre selects mainly one stream.
 """
 
 import math
@@ -87,7 +87,7 @@ class HyperConnection(nn.Module):
             self.residual = ResidualMatrix(read, n, init_gate, num_iterations)
 
     def forward(self, x: Tensor, sublayer: Sublayer, last: Tensor | None = None) -> Tensor:
-        """Applies the sub-layer: (B, T, n, C) -> (B, T, n, C), or (B, 1, n, C) if `last` selects a time step.
+        """Applies the sub-layer: (B, T, n, C) -> (B, T, n, C), or (B, 1, n, C) if `last` is given.
 
         With `opens`, the input has no dimension n; with `closes`, the output has no dimension n.
         """
@@ -124,7 +124,7 @@ class HyperConnection(nn.Module):
 
 
 class Coefficients(nn.Module):
-    """Computes gate * projected + bias; the hyper-connection computes projected = RMSNorm(vec(X)) phi."""
+    """Computes gate * projected + bias for projected = RMSNorm(vec(X)) phi, which the hyper-connection computes."""
 
     def __init__(self, num_inputs: int, bias: Tensor, gate: float) -> None:
         super().__init__()
@@ -164,9 +164,9 @@ def _one_hot_read(stream: int, n: int) -> Tensor:
 def doubly_stochastic(logits: Tensor, num_iterations: int) -> Tensor:
     """Returns doubly stochastic matrices near exp(logits): (..., n, n), in at least float32.
 
-    The algorithm of Sinkhorn and Knopp (1967) alternately divides columns and rows by their sums. Because widely spread
-    logits would need too many iterations, the rounding method of Altschuler, Weed and Rigollet (NeurIPS 2017,
-    algorithm 2) removes the remaining error of the column sums.
+    The algorithm of Sinkhorn and Knopp (1967) alternately divides columns and rows by their sums. The rounding
+    method of Altschuler, Weed and Rigollet (NeurIPS 2017, algorithm 2) then removes the error of the column sums, which
+    can remain large if logits are widely spread.
     """
     n = logits.shape[-1]
     # tokens are the last dimension, so that sums of rows or columns add long vectors

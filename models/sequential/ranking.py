@@ -118,7 +118,7 @@ def _sum_over_items(loss: Tensor, targets: Tensor) -> Tensor:
 
 
 def _of_items(states: Tensor, targets: Tensor) -> Tensor:
-    """Returns the states with zeros at padding, where states may be infinite or NaN."""
+    """Replaces states at padding, which may be infinite or NaN, with zeros."""
     return torch.where((targets > 0).unsqueeze(-1), states, 0)
 
 

@@ -36,7 +36,7 @@ class Residual(nn.Module):
         self.norm = nn.LayerNorm(width, eps=NORM_EPS)
 
     def forward(self, x: Tensor, sublayer: Sublayer, last: Tensor | None = None) -> Tensor:
-        """Applies the sub-layer: (B, T, width) -> (B, T, width), or (B, 1, width) if `last` selects a time step."""
+        """Applies the sub-layer: (B, T, width) -> (B, T, width), or (B, 1, width) if `last` is given."""
         here = rows(x, last)
         if self.order == "original":
             query = self.norm(here)
@@ -66,7 +66,7 @@ def causal_chunks(num_steps: int, device: torch.device) -> list[tuple[int, int]]
 def causal_parts(query: Tensor) -> list[tuple[Tensor, int]]:
     """Splits queries into `causal_chunks`, and returns (chunk, end) pairs. query: (B, heads, T, width / heads).
 
-    Uses `split`, because slices are slower: their backward pass pads each gradient and adds all of them.
+    The backward pass of `split` concatenates gradients, which is faster than padding and adding those of slices.
     """
     chunks = causal_chunks(query.shape[2], query.device)
     parts = query.split([stop - start for start, stop in chunks], dim=2)
@@ -125,17 +125,19 @@ class Projections(nn.Module):
         return self.split(F.linear(query_input, self.query.weight * scale, self.query.bias * scale))
 
     def score(self, query: Tensor, context: Tensor) -> Tensor:
-        """Returns the logits of one query for all keys, without computing the keys: q . (W c) = (W^T q) . c.
+        """Returns the logits of one query for all keys, (B, heads, 1, T).
 
-        query: (B, heads, 1, width / heads). context: (B, T, width). Returns (B, heads, 1, T).
+        The keys themselves are not computed, because q . (W c) = (W^T q) . c.
+
+        query: (B, heads, 1, width / heads). context: (B, T, width).
         """
         by_head = self.key.weight.unflatten(0, (self.num_heads, -1))
         return query @ by_head @ context.unsqueeze(1).transpose(-2, -1)
 
     def pool(self, attention: Tensor, context: Tensor) -> Tensor:
-        """Returns one query's attention-weighted sum of values, without computing the values.
+        """Returns one query's attention-weighted sum of values, (B, heads, 1, width / heads), without computing values.
 
-        attention: (B, heads, 1, T). context: (B, T, width). Returns (B, heads, 1, width / heads).
+        attention: (B, heads, 1, T). context: (B, T, width).
         """
         by_head = self.value.weight.unflatten(0, (self.num_heads, -1))
         bias = self.value.bias.unflatten(0, (self.num_heads, 1, -1))
@@ -292,7 +294,7 @@ def residuals(width: int, num_blocks: int, order: NormOrder = "original") -> lis
 
 
 def initialise(model: SequentialRecommender) -> None:
-    """Initialises weights and embeddings with Xavier normal values, and biases and the embedding of item 0 with 0."""
+    """Sets weights and embeddings to Xavier normal values; sets biases and the embedding of item 0 to 0."""
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.Linear):
             nn.init.xavier_normal_(module.weight)

@@ -126,7 +126,7 @@ def _rules(histories: TrainingHistories) -> Iterator[Buffers]:
 
 
 def _item_knn(histories: TrainingHistories) -> Iterator[Buffers]:
-    """Yields tables of cosine similarities between the user sets of two items, reduced for items with few users."""
+    """Yields tables of cosine similarities between items' sets of users, shrunk towards 0 for items with few users."""
     popularity, num_items = histories.popularity, histories.num_items
     users, items = histories.distinct
     by_item = np.argsort(items, kind="stable")
@@ -188,10 +188,10 @@ def _summed(
 def _tables(
     block: Callable[[int, int], Cells], costs: np.ndarray, num_items: int, strengths: Sequence[Strength]
 ) -> list[Buffers]:
-    """Builds a table for each strength function: the strongest neighbours of each item, excluding the item itself.
+    """Builds a table of each item's strongest neighbours, excluding the item itself, for each strength function.
 
-    block: function that maps (start, stop) to the distinct item pairs whose first item is from `start` to `stop` - 1,
-    sorted by the first item. costs: (num_items + 1,), number of pairs that `block` visits for each item.
+    block: function that maps (start, stop) to the `Cells` of items `start` to `stop` - 1, sorted by item. costs:
+    (num_items + 1,), number of pairs that `block` visits for each item.
     """
     size = num_items + 1, min(MOST_NEIGHBOURS, num_items)
     tables: list[Buffers] = [

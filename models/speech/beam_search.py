@@ -87,7 +87,7 @@ class _Beam:
         return _Beam(*(getattr(self, field.name)[places] for field in fields(self)))
 
     def put(self, others: "_Beam") -> None:
-        """Copies `others`, which may have fewer utterances, over the prefixes of the first utterances."""
+        """Replaces the prefixes of the first utterances with those of `others`, which may have fewer utterances."""
         for field in fields(self):
             values = getattr(others, field.name)
             getattr(self, field.name)[: len(values)] = values
@@ -159,7 +159,7 @@ def _stay(beam: _Beam, parent: np.ndarray, log_probs: np.ndarray) -> _Beam:
 
 
 def _append(beam: _Beam, parent: np.ndarray, log_probs: np.ndarray, tried: np.ndarray) -> np.ndarray:
-    """Returns log-probabilities (B, W, K) of extended prefixes, or -inf if the extended prefix is in the beam.
+    """Returns log-probabilities (B, W, K) of extended prefixes, or -inf if the extended prefix is already in the beam.
 
     An alignment needs a blank between two equal symbols.
     """

@@ -64,7 +64,7 @@ def loss_without_waiting(log_probs: Tensor, lengths: Tensor, targets: Tensor) ->
 
 
 def shortest_alignment(targets: Tensor) -> Tensor:
-    """Returns the number of frames that each target needs, (B,): one per symbol and per pair of adjacent equal symbols.
+    """Returns each target's minimum number of frames, (B,): one per symbol and one per pair of adjacent equal symbols.
 
     targets: (B, U), padded with 0.
     """

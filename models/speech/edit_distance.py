@@ -51,7 +51,8 @@ def count_edits(references: Sequence[Sequence[Hashable]], hypotheses: Sequence[S
 def _count_edits(references: list[list[int]], hypotheses: list[list[int]]) -> np.ndarray:
     """Returns the numbers of substitutions, deletions and insertions of all pairs: (3, n).
 
-    Alignments can end in insertions, which `without` excludes: cost[j] = min_{k <= j} without[k] + (j - k) * gap.
+    If `without` is the cost of alignments that do not end in an insertion, the cost of all alignments is cost[j] =
+    min_{k <= j} without[k] + (j - k) * gap.
     """
     reference, num_reference = _padded(references, -1)
     hypothesis, num_hypothesis = _padded(hypotheses, -2)

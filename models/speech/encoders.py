@@ -148,7 +148,7 @@ class ParallelLMUEncoder(nn.Module):
 
 
 class ChannelDropout(Dropout):
-    """Drops whole channels: uses one dropout mask for all time steps (Gal and Ghahramani, NeurIPS 2016)."""
+    """Drops whole channels, with one mask for all time steps (Gal and Ghahramani, NeurIPS 2016)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.p == 0:

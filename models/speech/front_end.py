@@ -38,11 +38,11 @@ class LogMel(nn.Module):
     """Computes normalised log-mel features, (B, T, F), of audio, (B, S).
 
     A frame is `window_s` seconds of audio, multiplied by a periodic Hann window. Frame t starts at sample t * hop. The
-    module uses all frames that fit into the utterance, and pads a shorter utterance to one frame. It computes the power
-    spectrum of a frame with an FFT whose length is a power of two, and a weighted sum of the spectrum with each of
-    num_mels triangular filters. The triangles are equally spaced and linear on HTK's mel scale, 2595 log10(1 + f / 700
-    Hz), from LOWEST_HZ to half the sample rate. A feature is the natural logarithm of max(sum, FLOOR). The window is
-    scaled so that white noise of variance v has power v at each frequency.
+    module uses all frames that fit into the utterance, and pads an utterance that is shorter than a frame. An FFT whose
+    length is a power of two computes a frame's power spectrum. The window is scaled so that white noise of variance v
+    has power v at each frequency. Each of num_mels triangular filters then computes a weighted sum of the spectrum. The
+    triangles are equally spaced and linear on HTK's mel scale, 2595 log10(1 + f / 700 Hz), from LOWEST_HZ to half the
+    sample rate. A feature is the natural logarithm of max(sum, FLOOR).
 
     Features are computed in the dtype of the module's buffers, also under autocast. Padding has no effect, and features
     beyond the end of an utterance are 0.
@@ -156,7 +156,7 @@ class LogMel(nn.Module):
     def log_mel(self, audio: Tensor, warp: Tensor | None = None, noise: Tensor | None = None) -> Tensor:
         """Returns unnormalised features of all frames, including padding: audio (B, S) -> (B, T, F).
 
-        noise: (B,), power to add at each frequency, or None.
+        noise: (B,), power of white noise to add, or None.
         """
         audio = functional.pad(audio.to(self.window.dtype), (0, max(0, self.window_length - audio.shape[1])))
         spectrum = torch.fft.rfft(audio.unfold(1, self.window_length, self.hop) * self.window, n=self.fft_length)

@@ -131,7 +131,7 @@ def _check_counts(entries: dict[tuple[str, ...], tuple[float, float]], counts: d
 class Scorer(ABC):
     """Base class of language models whose scores are added to the log-probabilities of prefixes.
 
-    A state is the index of a word or symbol context in a table that caches scores.
+    A state is the index of a context (the last words or symbols) in a table of cached scores.
     """
 
     def __init__(self, num_symbols: int) -> None:

@@ -32,7 +32,7 @@ class ParallelLMU(nn.Module):
 
     For small layers and short sequences, the layer computes m as the product of u and a Toeplitz matrix of the memory's
     impulse response. Otherwise it convolves u with the kernel W_m A_d^k B_d by Fourier transforms, and does not store
-    m. The weights W_m refer to m scaled by `orthonormal_scale`.
+    m. W_m multiplies m scaled by `orthonormal_scale`, not m itself.
 
     theta: window length of the memory in time steps, above 0. bidirectional: whether each channel has a second memory,
     which runs backwards from the end of the sequence. signal_activation, activation: f_u and f.
@@ -64,7 +64,7 @@ class ParallelLMU(nn.Module):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Returns the outputs o_t of all time steps: x (B, T, input_size) -> (B, T, hidden_size), with T >= 1.
 
-        mask: (B, T) bool, False at time steps to exclude from memories. Padding at the end needs a mask only if the
+        mask: (B, T) bool, False at time steps to exclude from memories. Padding at the end must be excluded only if the
         layer is bidirectional.
         """
         u = self._signals(x)
@@ -115,7 +115,7 @@ class ParallelLMU(nn.Module):
         return answer.add_(torch.baddbmm(bias, skip, x.mT)).mT
 
     def last(self, x: Tensor) -> Tensor:
-        """Returns the output of only the last time step: (B, T, input_size) -> (B, hidden_size).
+        """Returns only the output of the last time step: (B, T, input_size) -> (B, hidden_size).
 
         The layer must be unidirectional.
         """
@@ -198,8 +198,8 @@ def _memory_after(u: Tensor, responses: _Responses) -> Tensor:
 def _kernels(weight: Tensor, responses: _Responses) -> Tensor:
     """Returns the complex spectra of the impulse response of W_m m: (H, channels, frequencies).
 
-    weight: W_m as (H, directions, memory_size, channels). The second direction runs backwards, so the spectrum of its
-    response is the conjugate of the first direction's.
+    weight: W_m as (H, directions, memory_size, channels). The second direction runs backwards, so its spectrum is the
+    conjugate of the first direction's spectrum.
     """
     ahead, back = (weight[:, i].mT.flatten(0, 1) for i in (0, -1))  # each (H * channels, memory_size)
     if weight.shape[1] == 2:

@@ -14,10 +14,10 @@ _MAX_SEQUENCES = 65_535
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Returns softmax(q k^T / sqrt(d)) v for each sequence and head.
+    """Returns softmax(q k^T / sqrt(d)) v for each sequence and head, (S, T, heads, d).
 
     query: (S, T, heads, d). key, value: (S, K, heads, d). mask: (S, 1, 1, K) bool, True at keys to attend to, at least
-    one key per sequence (default: all keys). Returns (S, T, heads, d).
+    one key per sequence (default: all keys).
     """
     # A program that is exported for any number of keys cannot branch on this number.
     if query.device.type == "cpu" and not torch.compiler.is_compiling() and key.shape[1] <= _FEW_KEYS:

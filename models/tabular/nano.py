@@ -38,7 +38,7 @@ class Layout(NamedTuple):
     def by_problem(self, x: Tensor) -> Tensor:
         """Groups rows by problem, and treats a row's tokens as attention heads, which do not attend to each other.
 
-        x: (rows, tokens, heads, d). Returns (num_problems, rows per problem, tokens * heads, d).
+        (rows, tokens, heads, d) -> (num_problems, rows per problem, tokens * heads, d).
         """
         return x.flatten(1, 2).unflatten(0, (self.num_problems, -1))
 
@@ -183,7 +183,7 @@ class Block(nn.Module):
         )
 
     def forward(self, cells: Tensor, layout: Layout) -> Tensor:
-        """Updates the states of all cells, (rows, tokens, width), and returns the new states."""
+        """Returns the new states of all cells, (rows, tokens, width)."""
         x = self.feature_norm(cells)
         cells = cells + self.attend_over_features(x, x, layout)
         context, queries = layout.parts(self.row_norm(cells))

@@ -53,10 +53,10 @@ def predict(
     """Returns class probabilities of each query row, (Q, num_classes) float64 on the CPU.
 
     Probabilities are averaged over the members of an ensemble. Each member applies the model to its own view of the
-    table, with its own order of columns and classes. Every second member replaces values by normal scores, which suits
-    skewed columns. If there are more than max_context context rows, each member draws its own sample, stratified by
-    class. Probabilities are averaged, not logits, because a confidently wrong member would dominate a mean of logits,
-    and logits of different class trees are not comparable.
+    table, with its own order of columns and classes. Every second member replaces values with normal scores, which
+    suits skewed columns. If there are more than max_context context rows, each member draws its own sample, stratified
+    by class. Logits are not averaged, because a confidently wrong member would dominate their mean, and because logits
+    of different class trees are not comparable.
 
     If there are more classes than the model supports, they form a tree (`class_tree`), and the model chooses a child at
     each node. The probability of a class is the product of the probabilities of the choices on its path. The context
@@ -66,9 +66,9 @@ def predict(
     context: (N, m), queries: (Q, m); missing values are NaN. labels: (N,) int64, from 0 to num_classes - 1.
     num_estimators: number of members. seed: determines the random orders and samples.
     temperature: divisor of the logits.
-    max_cells: maximum number of rows times columns in one forward pass, to limit memory. A pass may exceed the limit
-        if the context rows of one member and max(64, number of context rows / 4) query rows do not fit. Results for
-        different max_cells differ only by rounding.
+    max_cells: maximum number of rows times columns in one forward pass, to limit memory. A pass may exceed the limit,
+        because it has room for at least one member's context rows and max(64, number of context rows / 4) query rows.
+        Results for different max_cells differ only by rounding.
     """
     probabilities = torch.zeros(len(queries), num_classes, dtype=torch.float64)
     present, codes = np.unique(labels.numpy(force=True), return_inverse=True)
@@ -99,7 +99,7 @@ class _View:
     """View of the table that a member of the ensemble uses at one node of its class tree.
 
     rows: (N,) int64, indices of context rows. labels: (N,) int64, the child to which each row belongs. columns: (m,)
-    int64, order of columns. by_rank: whether to replace values by normal scores.
+    int64, order of columns. by_rank: whether to replace values with normal scores.
     """
 
     member: int
@@ -119,9 +119,9 @@ class _View:
 
 
 def normal_scores(context: Tensor, values: Tensor) -> Tensor:
-    """Replaces each value by the normal quantile of its rank among the context values of the same column.
+    """Replaces each value with the normal quantile of its rank among the context values of the same column.
 
-    context: (N, m). values: (n, m). Equal values get equal scores, and non-finite values become NaN. Returns (n, m).
+    context: (N, m). values: (n, m). Equal values get equal scores, and non-finite values become NaN.
     """
     in_order = context.where(context.isfinite(), torch.inf).t().contiguous().sort(dim=1).values
     count = context.isfinite().sum(0)[:, None]
