@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, cast
+from typing import IO, Any, Self, cast
 
 from trainer.common.errors import UserError
 from trainer.common.files import MOST_WHOLE, read_at_most, require_regular, stamp
@@ -31,6 +31,11 @@ _PACKED: dict[bytes, Callable[[Any], Any]] = {b"\x1f\x8b": gzip.open, b"BZh": bz
 """Maps a compressed file's first bytes to the function that opens the file."""
 _OF_PACKED = (".gz", ".bz2", ".xz")
 _READ_BYTES = 1 << 16
+_MOST_HEADER = 1 << 20
+_READ_WHOLE = (
+    tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE,
+)  # fmt: skip
+"""Types of tar headers whose content, at most _MOST_HEADER bytes here, tarfile reads at once."""
 _MOST_NAMES_SHOWN = 12
 _MOST_OF_A_REASON = 200
 
@@ -177,6 +182,17 @@ class Zip(Source):
         return self._opened[1]
 
 
+class BoundedHeader(tarfile.TarInfo):
+    """Header of a tar member. Raises tarfile.ReadError for an implausibly long name or list of attributes."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        found = super().frombuf(buf, encoding, errors)
+        if found.type in _READ_WHOLE and found.size > _MOST_HEADER:
+            raise tarfile.ReadError(f"a member has a header of {found.size} bytes")
+        return found
+
+
 class TarGz(Source):
     """Gzipped tar archive. Opening a file reads the archive from its start."""
 
@@ -195,7 +211,7 @@ class TarGz(Source):
 
     def _members(self) -> Generator[tuple[str, IO[bytes]], None, None]:
         with gzip.open(self.path) as unpacked:
-            with tarfile.open(fileobj=unpacked, mode="r|", bufsize=_READ_BYTES) as archive:
+            with tarfile.open(fileobj=unpacked, mode="r|", bufsize=_READ_BYTES, tarinfo=BoundedHeader) as archive:
                 for member in archive:
                     if content := archive.extractfile(member) if member.isfile() else None:
                         yield str(PurePosixPath(member.name)), content

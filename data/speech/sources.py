@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from data.files import ARCHIVE_ERRORS, ZipArchive, is_visible, single
+from data.files import ARCHIVE_ERRORS, BoundedHeader, ZipArchive, is_visible, single
 from data.speech.audio_files import SUFFIXES
 from data.table_files import LeftOut, decoded, opened_table
 from trainer.common.errors import UserError
@@ -145,7 +145,7 @@ def _tar(path: Path, cache_dir: Path) -> Iterator[Archive]:
             with refusing_disk_errors(f"--cache-dir {cache_dir}", _ROOM, DISK_FULL), gzip.open(packed) as content:
                 shutil.copyfileobj(content, unpacked, 1 << 20)
             unpacked.seek(0)
-        with tarfile.open(fileobj=unpacked if is_packed else packed, mode="r:") as archive:
+        with tarfile.open(fileobj=unpacked if is_packed else packed, mode="r:", tarinfo=BoundedHeader) as archive:
             members = {member.name.removeprefix("./"): member for member in archive if member.isfile()}
             yield members, lambda name: _content(archive, members[name])
 

@@ -148,3 +148,13 @@ def test_damage_in_any_compression_is_named(packing, tmp_path) -> None:
 def test_long_lists_of_names_are_shortened() -> None:
     assert (shown([]), shown("ba")) == ("no files", "a, b")
     assert shown(f"{i:02}" for i in range(13)).endswith("10, 11, ...")
+
+
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE])
+def test_a_tar_header_of_gigabytes_is_refused(kind, tmp_path):
+    header = tarfile.TarInfo("long")
+    header.type, header.size = kind, 3 << 30
+    path = tmp_path / "data.tar.gz"
+    path.write_bytes(gzip.compress(header.tobuf(tarfile.GNU_FORMAT) + bytes(10240)))
+    with pytest.raises(tarfile.ReadError, match=f"a header of {3 << 30} bytes"):
+        list(opened(path).names())

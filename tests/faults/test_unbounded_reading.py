@@ -136,6 +136,14 @@ def test_a_checkpoint_with_arbitrary_pickles(train, tmp_path):
             read_checkpoint(packed, "x", verified=verified)
 
 
+def test_a_checkpoint_with_two_lists_of_entries_is_refused(tmp_path):
+    """zipfile reads the list in front of the end record, and torch the list at the stated position."""
+    torch.save({"model": {}}, tmp_path / "stored.pth")
+    (tmp_path / "two.pth").write_bytes(bytes(100) + (tmp_path / "stored.pth").read_bytes())
+    with pytest.raises(UserError, match="it has bytes in front of its first entry"):
+        read_checkpoint(tmp_path / "two.pth", "two.pth")
+
+
 def repeated(number):
     return torch.zeros(1).expand(number)
 

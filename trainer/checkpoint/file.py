@@ -117,6 +117,8 @@ def _refusal_of(error: Exception) -> str:
             "refused, because a TorchScript archive or a file of torch before 1.6 cannot be read without running its "
             "code; no code was run; save the model's state_dict() with torch.save"
         )
+    if isinstance(error, MemoryError):
+        return "needs more memory than there is, or is damaged"
     return f"is damaged: {(text or 'it is empty').splitlines()[0]}"
 
 
@@ -208,6 +210,8 @@ def _refuse_odd_archive(file: IO[bytes]) -> None:
         return  # torch.load reads or rejects other files
     with zipfile.ZipFile(file) as archive:
         parts = archive.infolist()
+    if min((part.header_offset for part in parts), default=0) > 0:  # torch may read another list of entries
+        raise zipfile.BadZipFile("it has bytes in front of its first entry")
     if any(part.filename.endswith("/constants.pkl") for part in parts):
         raise zipfile.BadZipFile("it is a TorchScript archive")
     if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
