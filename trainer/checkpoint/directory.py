@@ -46,7 +46,8 @@ METRICS = "metrics.jsonl"
 def refuse_links(folder: Path) -> None:
     """Raises UserError for a symbolic link through which a run would write to or delete files outside of its folder."""
     links = (path for path in [*folder.iterdir(), *(folder / "logs").glob("*")] if path.is_symlink())
-    if (link := next((path for path in links if path.suffix != ".pth"), None)) is not None:
+    replaced = (".pth", ".json", ".jsonl")  # files that a new file replaces
+    if (link := next((path for path in links if path.suffix not in replaced), None)) is not None:
         raise UserError(
             f"--save-dir {folder}: {link.relative_to(folder)} is a symbolic link, through which the run would write "
             "outside of this folder; remove the link"
