@@ -60,8 +60,8 @@ NOT_OF_ONE_RUN = (
 """Fields of flags that request work other than training one run; `fit` refuses these flags."""
 _calls = count()
 _rank: "_Rank | None" = None
-_outcomes: dict[int, bytes] = {}
-"""Pickled metrics or exception of each call of `fit`, by index, for ranks that rerun the script up to a later call."""
+_outcomes: "dict[int, dict[str, float] | Exception]" = {}
+"""Metrics or exception of each call of `fit`, by index, for ranks that rerun the script up to a later call."""
 _in_use = threading.Lock()
 ONE_RUN = "fit trains one run of the given task class; leave this setting out"
 
@@ -186,7 +186,7 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
                 fitted = _fit_in_processes(flags.multi, flags.devices.device, argv, run, number)
             else:
                 fitted = _fit_here(flags, argv, environment, run)
-            _outcomes[number] = pickle.dumps(fitted.metrics)
+            _outcomes[number] = fitted.metrics
         return fitted
     except UserError as error:
         end: BaseException = UserError(str(error))
@@ -313,7 +313,7 @@ class _Rank(NamedTuple):
     """
 
     number: int
-    outcomes: Mapping[int, bytes]
+    outcomes: Mapping[int, dict[str, float] | Exception]
     argv: Sequence[str]
     environment: RankEnvironment
 
@@ -322,7 +322,7 @@ def _run_as_rank(
     file: str,
     module: str | None,
     number: int,
-    outcomes: Mapping[int, bytes],
+    outcomes: Mapping[int, dict[str, float] | Exception],
     argv: Sequence[str],
     several_devices: bool,
     environment: RankEnvironment,
@@ -342,26 +342,30 @@ def _run_as_rank(
 
 @contextmanager
 def _outcome_kept(number: int) -> Iterator[None]:
-    """Context that keeps an exception of a call of `fit` in `_outcomes`; as RuntimeError if it cannot be pickled."""
+    """Context that keeps an exception of a call of `fit` in `_outcomes`, without its traceback.
+
+    Another exception than the trainer's becomes RuntimeError, since a user's exception may not be picklable.
+    """
     try:
         yield
+    except UserError as error:
+        _outcomes[number] = UserError(str(error))
+        raise
+    except Failure as failure:
+        _outcomes[number] = Failure(str(failure), failure.status)
+        raise
     except BaseException as error:
-        try:
-            _outcomes[number] = pickle.dumps(error)
-            pickle.loads(_outcomes[number])
-        except Exception:  # a user's exception may raise anything
-            _outcomes[number] = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+        _outcomes[number] = RuntimeError(f"{type(error).__name__}: {error}")
         raise
 
 
 def _outcome_in_parent(number: int) -> dict[str, float]:
     """Returns the metrics of an earlier call of `fit` in the parent process, or raises its exception."""
     assert _rank is not None
-    outcome = pickle.loads(_rank.outcomes[number])
-    if isinstance(outcome, BaseException):
+    outcome = _rank.outcomes[number]
+    if isinstance(outcome, Exception):
         raise outcome
-    metrics: dict[str, float] = outcome
-    return metrics
+    return outcome
 
 
 def _ended(status: int, form: str, run: SavedRun) -> Fitted:

@@ -338,7 +338,7 @@ class SeveralFlags(FlagGroup):
     seeds: int = flag(
         1, "train N runs with consecutive seeds; the first seed is --seed; report the mean and standard deviation of "
         "the scores, and the ensemble's scores; each GPU trains one run at a time; on the CPU, each run takes one "
-        "core, or --num-threads cores; runs share all cores", metavar="N", common=True, at_least=1,
+        "core, or --num-threads cores", metavar="N", common=True, at_least=1,
     )  # fmt: skip
     folds: int = flag(
         0, "train K runs for K-fold cross-validation; each run is scored on the fold of the training data that it "

@@ -187,7 +187,7 @@ def _by_place(first: Sequence[str], second: Sequence[str], choice: ColumnChoice,
         which = "several columns begin" if times else "no column after the item begins"
         raise UserError(
             f"{where}: {' '.join(first)[:80]!r} does not name the columns, and {which} with a date or seconds "
-            "since 1970; give the time column's number, counted from 1, with --time-column, or use "
+            "since 1970; give the number of the time column (from 1) with --time-column, or use "
             f"--time-column {NO_TIMES} if there are no times"
         )
     found["time"] = times[0] if times else None

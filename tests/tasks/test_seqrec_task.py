@@ -272,7 +272,7 @@ def test_columns_come_from_a_file(refused):
         (f"{HEAD}a 1 10\na 2 20\na 3 noon\n", "", "line 4: 'a 3 noon': 'noon' is not a time"),
         (f"{HEAD}a 1 10\na 2\n", "", "line 3: 'a 2': has 2 columns instead of 3"),
         ("", "", "is empty"),
-        ("a 1 5\na 2 4\n", "", "give the time column's number, counted from 1, with --time-column"),
+        ("a 1 5\na 2 4\n", "", "give the number of the time column (from 1) with --time-column"),
         ("a,b,c\na,2,4\n", "", "no column is recognised as the user or the item or the time; name it with --user"),
         (f"{HEAD}a 1 10\n", "--time-column at", "--time-column at: "),
         (

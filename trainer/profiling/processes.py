@@ -140,6 +140,6 @@ def chosen_gpus(flags: Flags) -> tuple[int, ...]:
 
 
 def warn_of_threads(flags: Flags) -> None:
-    """Prints a warning if a single process on the CPU uses all cores, which several processes would share."""
+    """Prints a warning if one process on the CPU uses all cores, while each of several gets a share of them."""
     if not chosen_gpus(flags) and flags.devices.num_threads is None and torch.get_num_threads() > 1:
         print("One process uses all cores, but several share them; add --num-threads 1 for a fair comparison.")

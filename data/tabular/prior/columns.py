@@ -49,7 +49,7 @@ def without_outliers(x: Tensor) -> Tensor:
 
 
 def _in_random_rows(random: TableRandom, x: Tensor) -> Tensor:
-    """Returns the value of each column of x, (G, m, T), in a random row: (G, m, 1)."""
+    """Returns, for each column of x, (G, m, T), its value in a row drawn for this column: (G, m, 1)."""
     return x.gather(2, random.integer(0, x.shape[2] - 1, x.shape[1], 1))
 
 

@@ -380,7 +380,7 @@ def test_columns_are_the_named_columns(load, content, chosen) -> None:
          "the user or the item; name it with --user-column and --item-column; .* abonnent, title, timestamp$"),
         ("user,item,price\n1,2,3\n", {}, "no column is recognised as the time; .*; use --time-column none"),
         ("1,2,3\n1,3,5\n", {}, r"line 1: '1 2 3' does not name the columns, and no column after the item begins with "
-         "a date or .*give the time column's number, counted from 1, with --time-column, or use --time-column none"),
+         "a date or .*give the number of the time column .from 1. with --time-column, or use --time-column none"),
         ("1,2,3.5,99.9\n", {}, "no column after the item begins with a date"),
         ("1,2,978300030,978300040\n", {}, "several columns begin with a date"),
         ("1 2 2023-11-20 05:05:46\n", {}, "has the date and the time of day in separate columns; join them"),
