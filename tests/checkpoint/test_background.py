@@ -57,7 +57,7 @@ def gate(monkeypatch):
     return gate
 
 
-def test_start_returns_at_once_and_wait_returns_when_saved(directory, gate):
+def test_start_returns_at_once_and_finish_returns_when_saved(directory, gate):
     saver = BackgroundSaver(directory.save)
     gate.clear()
     saver.start(moment(1))

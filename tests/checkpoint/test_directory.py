@@ -188,7 +188,7 @@ def test_a_disk_that_refuses_writes_keeps_existing_files(opened, disk_operations
 
 @pytest.mark.parametrize("more", [[], ["--eval-only"], ["--fresh"]])
 @pytest.mark.parametrize("place", ["file", "file/run", "/proc/nowhere/run"])
-def test_an_unwritable_folder(place, more, refused, tmp_path):
+def test_an_unwritable_folder_is_refused(place, more, refused, tmp_path):
     (tmp_path / "file").write_text("precious")
     directory = tmp_path / place
     reason = "is a file, or one of its parents is; choose" if place.startswith("file") else ""

@@ -115,7 +115,7 @@ def bad_file(request, train, tmp_path):
 
 
 @pytest.mark.parametrize("flag", ["--resume-from", "--init-from"])
-def test_a_file_that_is_not_a_checkpoint(flag, bad_file, train, refused, tmp_path):
+def test_a_file_that_is_not_a_checkpoint_is_refused(flag, bad_file, train, refused, tmp_path):
     path, reason = bad_file
     refused([f"{flag} {path}: {reason}"], *TINY, "--save-dir", tmp_path / "new", flag, path)
     assert not contents(tmp_path / "new")

@@ -211,7 +211,7 @@ def trained(train, tmp_path):
     return tmp_path / "run", manifest(tmp_path / "all")
 
 
-def test_a_run_keeps_its_best_checkpoint(trained):
+def test_a_run_keeps_its_best_checkpoints(trained):
     run, entries = trained
     kept = checkpoints(run)
     assert kept == best_files(entries, 3) | {"checkpoint_8.pth"}

@@ -153,7 +153,7 @@ def test_a_damaged_lock_file_locks_nobody_out(content, tmp_path):
     assert (tmp_path / "lock").read_bytes() == b""
 
 
-def test_two_jobs_in_one_folder(refused, tmp_path, environment):
+def test_a_second_job_in_one_folder_is_refused(refused, tmp_path, environment):
     args = [*TINY, "--epochs", 100, "--delay-s", 0.5, "--save-dir", tmp_path]
     first = subprocess.Popen(
         [sys.executable, "main.py", *map(str, args)],
@@ -320,7 +320,7 @@ def test_a_displaced_holder_deletes_nothing(deletes, two_holders, tmp_path):
 
 
 @pytest.mark.parametrize("is_taken_over", [False, True])
-def test_a_checkpoint_that_vanishes_while_it_is_renamed(is_taken_over, two_holders, monkeypatch, tmp_path):
+def test_a_checkpoint_that_vanishes_while_it_is_renamed_is_reported(is_taken_over, two_holders, monkeypatch, tmp_path):
     """It is told, and nothing that a successor has is deleted."""
     old, new = two_holders
     holder = old if is_taken_over else new

@@ -144,7 +144,7 @@ def test_a_truncated_checkpoint_is_set_aside_and_the_run_ends_equally(train, tmp
     assert read_metrics(broken, "epoch") == read_metrics(unbroken, "epoch")
 
 
-def test_all_checkpoints_damaged(train, refused, tmp_path):
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused(train, refused, tmp_path):
     """Said as often as it is asked: a second try must not start over in silence."""
     train(tmp_path, "--epochs", 2)
     for path in tmp_path.glob("checkpoint_*.pth"):

@@ -23,7 +23,7 @@ class Pictures(Dataset):
         return self.pictures[i].flip(-1) if mirrored else self.pictures[i], self.labels[i]
 
 
-def test_a_torch_dataset():
+def test_a_torch_dataset_is_augmented_anew_in_each_epoch():
     pictures = torch.arange(24.0).view(4, 2, 3)
     task = SimpleNamespace(x=pictures, y=torch.arange(4), test_x=pictures[:2], test_y=torch.arange(2), seed=1)
     splits = recipe("A torch Dataset", Pictures=Pictures)["splits"](task)
@@ -38,13 +38,13 @@ def test_a_torch_dataset():
     assert len({tuple(batch["image"].flatten().tolist()) for batch in epochs}) > 5
 
 
-def test_a_stream():
+def test_a_stream_draws_new_samples_in_each_epoch():
     train = recipe("A stream")["splits"](SimpleNamespace(seed=0))["train"]
     first, second = (train.__getitems__(SampleKeys(np.arange(3), epoch)) for epoch in (0, 1))
     assert torch.equal(first["y"], first["x"].sum(1)) and not torch.equal(first["x"], second["x"])
 
 
-def test_batches_of_similar_lengths():
+def test_batches_have_similar_lengths():
     lengths = np.random.default_rng(0).integers(1, 100, 1000)
     order = recipe("Batches of similar lengths")["order"](SimpleNamespace(lengths=lengths, seed=0), "train", 0, 10)
     assert sorted(np.concatenate(order)) == list(range(1000))

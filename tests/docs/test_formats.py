@@ -76,7 +76,7 @@ def test_table_formats_are_read(section):
     assert columns_of(result) == {"x": [1.5, 2], "y": ["a", "ä"]}
 
 
-def test_quotes_in_arff_files():
+def test_quotes_in_arff_files_are_read():
     head = '@attribute "my x" string\n@attribute \'it\\\'s\' numeric\n@attribute y {p, "q"}\n@data\n'
     Path("table.arff").write_text(f'\ufeff{head}"a, b", 1,\'Men\\\'s\'\n,2,""\n', encoding="utf-8")
     CONVERTERS["arff"](Path("table.arff"))
@@ -102,7 +102,7 @@ def test_a_folder_without_the_published_files_is_refused(name):
     assert sorted(map(str, Path().iterdir())) == ["other"]
 
 
-def test_a_table_without_names():
+def test_a_table_without_names_is_read():
     row = "39, State-gov, 77516, Bachelors, 13, Never-married, Adm-clerical, Not-in-family, White, Male, 2174, 0, 40, "
     Path("adult.data").write_text(f"{row}United-States, <=50K\n{row}Cuba, >50K\n\n")
     run_code("no-line-of-names")
@@ -110,7 +110,7 @@ def test_a_table_without_names():
     assert (found["age"], found["income"], len(found)) == ([39, 39], ["<=50K", ">50K"], 15)
 
 
-def test_an_excel_sheet():
+def test_an_excel_sheet_is_read():
     pytest.importorskip("openpyxl")
     pandas = pytest.importorskip("pandas")
     pandas.DataFrame({"x": [1.5, 2], "day": ["2024-05-31", "ä"]}).to_excel("table.xlsx", index=False)
@@ -128,7 +128,7 @@ def test_libsvm_rows_are_read():
     assert columns_of("table.csv") == {"label": [1, -1], "x1": [0.5, 0], "x3": [2, 0.1]}
 
 
-def test_one_user_per_line():
+def test_one_user_per_line_is_read():
     Path("users.txt").write_text("0 7 8 9\n3 8\n")
     with pytest.raises(
         UserError, match=r"is a line with a user and all .*4 columns, .*docs/formats.md#one-user-a-line "
@@ -139,7 +139,7 @@ def test_one_user_per_line():
     assert (found.offsets.tolist(), found.item_ids, found.items.tolist()) == ([0, 3, 4], ("7", "8", "9"), [1, 2, 3, 2])
 
 
-def test_kgcn_data_before_preprocessing(tmp_path):
+def test_kgcn_data_before_preprocessing_are_read(tmp_path):
     folder = tmp_path / "raw"
     folder.mkdir()
     (folder / "user_artists.dat").write_text(
@@ -228,7 +228,7 @@ RECORDINGS = {
 """What writes a sample: the result, how many channels, the columns of some from 0, and the classes."""
 
 
-def test_the_newer_wisdm_data():
+def test_the_newer_wisdm_data_are_read():
     Path("accel").mkdir()
     for subject in (1600, 1601):
         Path("accel", f"data_{subject}_accel_phone.txt").write_text(f"{subject},A,252207666810782,-0.36,8.79,1.05;\n")

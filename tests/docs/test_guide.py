@@ -187,7 +187,7 @@ def test_block_runs_and_prints_what_is_quoted(block, tmp_path, shell, request):
         assert line in printed.read_text()
 
 
-def test_commands_run_only_by_slow_tests_need_no_marker():
+def test_only_known_commands_are_left_to_slow_tests():
     """So that a marker that is missing is noticed at once."""
     slow = [command for block in BLOCKS if block.is_slow and not block.needs_more for command in commands_of(block)]
     starts = ("python profiler.py ", "torchrun --standalone ", "python main.py --device cpu ")
@@ -235,7 +235,7 @@ def arithmetic() -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("row", arithmetic(), ids=lambda row: " ".join(row[:2]))
-def test_batch_arithmetic(row):
+def test_batch_arithmetic_of_the_page_is_right(row):
     argv, num_devices, *shown = row
     flags, problems = parse(shlex.split(argv), several_devices=False)
     assert not problems

@@ -36,7 +36,7 @@ class Points:
         return {"point": self.points[keys.index], "label": self.labels[keys.index]}
 
 
-def test_metrics_that_are_not_sums(monkeypatch, run_here, tmp_path):
+def test_metrics_that_are_not_sums_are_exact(monkeypatch, run_here, tmp_path):
     names = recipe("Metrics that do not add up", area_under_curve=area_under_curve, F=F)
     objective = type("RecipeObjective", (Objective,), {"forward": names["forward"]})
     splits = {"train": Points(50, 0), "val": Points(21, 1), "test": Points(30, 2)}
@@ -138,7 +138,7 @@ class Gathering(Objective):
         return {"loss": F.cross_entropy(F.normalize(image, dim=1) @ texts.T / 0.07, own, reduction="sum")}
 
 
-def test_losses_that_couple_samples(monkeypatch, run_here, tmp_path):
+def test_losses_that_couple_samples_learn_equally_in_micro_batches(monkeypatch, run_here, tmp_path):
     """A joint one learns the same in micro-batches, and its half for images what the gathering one learns."""
     joint = recipe("Losses that couple the samples of a step", Objective=Objective, F=F)["ImagesAndTexts"]
     one_sided = type("OneSided", (joint,), {"joint_loss": one_side})

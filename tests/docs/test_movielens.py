@@ -25,7 +25,7 @@ def test_each_column_shows_the_best_epoch_of_its_metric():
 
 
 @pytest.mark.slow
-def test_a_stream_trains_all_rows_and_resumes(environment, tmp_path):
+def test_a_second_start_trains_only_the_missing_seed(environment, tmp_path):
     """Two seeds of a row on the generated catalogue, of which one is trained first."""
 
     def run(*seeds):

@@ -129,7 +129,7 @@ def two_processes(workload, environment, folder, layers=(), more=(), prepare=Non
     "workload",
     [pytest.param(name, marks=[] if name in ("har", "kgat", "seqrec") else pytest.mark.slow) for name in WORKLOADS],
 )
-def test_two_processes_share_one_reader(workload, environment, tmp_path):
+def test_two_processes_train_a_preset_for_four_gpus(workload, environment, tmp_path):
     preset = ROOT / "configs" / workload / "4gpu.toml"
     two_processes(workload, environment, tmp_path)
     final, flags = load(tmp_path / "run" / "final.pth"), parsed("main_multi_gpu.py", ["--config", str(preset)])
@@ -153,7 +153,7 @@ def test_two_processes_train_a_sharded_model(layer, environment, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS, ids=name_of)
-def test_checkpointed_blocks_need_less_memory(layer, environment, tmp_path):
+def test_a_layer_with_checkpointed_blocks_trains(layer, environment, tmp_path):
     workload, printed = layer.parent.name, tmp_path / "out"
     arguments = ["--config", layer.with_name("1gpu.toml"), layer, "--device", "cpu", "--num-threads", 1]
     arguments += [*WORKLOADS[workload](tmp_path), "--save-dir", tmp_path / "run"]

@@ -64,10 +64,10 @@ def test_missing_data_are_refused_with_their_url(run_here):
     assert "four files of MNIST, which are available at https://" in run_here(*TASK, status=2).err
 
 
-def test_pictures_that_keep_uint8_are_trained_on(run_here, mnist):
+def test_a_validation_set_of_all_pictures_is_refused(run_here, mnist):
     printed = run_here(*TASK, "--data-dir", mnist, "--num-val", 240, "--save-dir", mnist / "run", status=2)
     assert "--num-val 240: leaves none of the 240" in printed.err
 
 
-def test_size_of_the_published_model():
+def test_the_model_has_the_published_size():
     assert sum(parameter.numel() for parameter in PixelReader(346, 468, 0.5).parameters()) == 166_092

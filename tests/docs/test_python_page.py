@@ -47,7 +47,7 @@ def test_the_page_runs(here, cli, capsys):
 
 
 @pytest.mark.slow
-def test_the_script_that_starts_processes(here, command, tmp_path, monkeypatch):
+def test_the_script_that_starts_processes_runs(here, command, tmp_path, monkeypatch):
     script = f"import lockstep\nfrom examples.own_task import Spirals\n\n{BLOCKS[-1]}"
     (tmp_path / "train.py").write_text(
         script.replace("epochs=40", f"epochs=1, {SMALL}").replace('"checkpoints', f'"{tmp_path}')

@@ -137,13 +137,13 @@ def test_unchanged_runs_resume(originals, run_in, tmp_path):
         assert ("Resuming after optimizer step 4" in out) == (name == "killed")
 
 
-def test_44_changed_values(originals, run_in, tmp_path):
+def test_44_changed_values_are_refused_or_harmless(originals, run_in, tmp_path):
     outcomes = [outcome_of(seed, originals, run_in, tmp_path) for seed in range(FIRST_SEED, FIRST_SEED + 44)]
     assert {"refused", "told", "unsaid"} == set(outcomes)
 
 
 @pytest.mark.slow
-def test_2002_changed_values(originals, run_in, tmp_path, capsys):
+def test_2002_changed_values_are_refused_or_harmless(originals, run_in, tmp_path, capsys):
     seeds = range(FIRST_SEED, FIRST_SEED + 2002)
     outcomes = [outcome_of(seed, originals, run_in, tmp_path) for seed in seeds]
     with capsys.disabled():
@@ -180,7 +180,7 @@ NAMED = [
 ]
 
 
-def test_each_entry_is_named(state):
+def test_each_changed_entry_is_named(state):
     assert schema_error_of_checkpoint(state, resumable=True) is None
     for path, value, schema_error in NAMED:
         other = node = copy.deepcopy(state)
@@ -191,7 +191,7 @@ def test_each_entry_is_named(state):
         assert schema_error in (schema_error_of_checkpoint(other, resumable=True) or ""), path
 
 
-def test_moments_are_in_numeric_order(state):
+def test_an_optimizer_must_number_its_parameters_and_states_alike(state):
     (own,) = state["optimizers"]["train"]
     own["state"][0] |= {"step": -1, "last": float("nan"), "best": torch.tensor(float("nan"))}  # as "not yet"
     assert schema_error_of_checkpoint(state, resumable=True) is None
@@ -225,7 +225,7 @@ def test_optimizer_states_that_would_fail_in_the_first_step_are_refused(change, 
 
 
 @pytest.mark.parametrize("num", [100, pytest.param(4000, marks=pytest.mark.slow)])
-def test_changed_values_raise_nothing_else(num, state):
+def test_checks_of_changed_values_raise_nothing(num, state):
     """What a check cannot know to be wrong is accepted; nothing else than the message is raised."""
     found = 0
     for seed in range(FIRST_SEED, FIRST_SEED + num):
@@ -237,7 +237,7 @@ def test_changed_values_raise_nothing_else(num, state):
     assert found > num / 2
 
 
-def test_an_entry_of_the_manifest_is_named(originals):
+def test_a_changed_entry_of_the_manifest_is_named(originals):
     text = (originals[0]["killed"] / "manifest.json").read_text()
     assert schema_error_of_manifest(json.loads(text)) is None
     for entry in ({"step": -1}, {"best": 1}, {"value": "high"}, {"sha256": "x"}, {"more": 1}):

@@ -340,21 +340,21 @@ def check_all(cases, refuses):
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_a_sample_of_command_lines(table, refuses, places):
+def test_a_sample_of_wrong_command_lines_is_refused(table, refuses, places):
     cases = [*TABLES[table]()]
     check_all(random.Random(0).sample(cases, min(CHANCE, len(cases))), refuses)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("table", TABLES)
-def test_all_command_lines(table, refuses, places, capsys):
+def test_all_wrong_command_lines_are_refused(table, refuses, places, capsys):
     cases = [*TABLES[table]()]
     check_all(cases, refuses)
     with capsys.disabled():
         print(f"\n{len(cases)} {table}")
 
 
-def test_files_to_predict(tmp_path):
+def test_damaged_files_to_predict_are_named(tmp_path):
     """Each reader of --predict with each content, beside places where nothing can be read."""
     (tmp_path / "folder").mkdir()
     wrong = []
@@ -400,7 +400,7 @@ def locked(refuses):
         yield nobody
 
 
-def test_unreadable_files(locked, refuses):
+def test_inaccessible_files_are_named(locked, refuses):
     behind = ("--save-dir", "--resume-from", "--init-from", "--config", "--predict", "--cache-dir", "--data-dir")
     said = "closed/file: cannot be accessed: Permission denied"
     cases = [Case("main", (flag, "closed/file"), f"{flag} {said}") for flag in behind]
@@ -415,13 +415,13 @@ def test_unreadable_files(locked, refuses):
         check_all(cases, refuses)
 
 
-def test_a_sample_of_data_files(refuses, places):
+def test_a_sample_of_wrong_data_files_is_refused(refuses, places):
     cases = random.Random(0).sample([case for case in data_cases() if case[1] == "--data-dir"], CHANCE)
     check_all((case_of_file(*case) for case in cases), refuses)
 
 
 @pytest.mark.slow
-def test_all_data_files(refuses, places, capsys):
+def test_all_wrong_data_files_are_refused(refuses, places, capsys):
     cases = [case for case in data_cases() if (*case[:2], case[2]) not in ACCEPTED]
     check_all((case_of_file(*case) for case in cases), refuses)
     with capsys.disabled():

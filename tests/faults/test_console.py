@@ -52,13 +52,13 @@ def status_without_its_terminal(directory, environment, ignored) -> int:
 
 
 @pytest.mark.parametrize(("ignored", "status", "state"), [(False, 129, "preempted"), (True, 0, "finished")])
-def test_a_terminal_is_closed(ignored, status, state, environment, tmp_path):
+def test_a_closed_terminal_stops_a_run_unless_it_ignores_hangups(ignored, status, state, environment, tmp_path):
     assert status_without_its_terminal(tmp_path / "run", environment, ignored) == status
     assert json.loads((tmp_path / "run" / "state.json").read_text())["state"] == state
 
 
 @pytest.mark.parametrize("streams", [">&- 2>&-", ""])
-def test_a_run_without_streams_or_with_ascii_streams(streams, environment, tmp_path):
+def test_a_run_without_streams_or_with_ascii_streams_finishes(streams, environment, tmp_path):
     command = [*RUN[:-6], "--save-dir", str(tmp_path / "rün 名")]
     few = environment | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run(["sh", "-c", f'"$@" {streams}', "sh", *command], cwd=ROOT, env=few, timeout=60)
@@ -66,7 +66,7 @@ def test_a_run_without_streams_or_with_ascii_streams(streams, environment, tmp_p
     assert json.loads((tmp_path / "rün 名" / "state.json").read_text())["state"] == "finished"
 
 
-def test_output_in_any_encoding(monkeypatch):
+def test_output_is_printed_in_any_encoding(monkeypatch):
     """Lines escape what the encoding lacks; tables and settings, which are files, are UTF-8."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", stream)
@@ -87,7 +87,7 @@ def test_a_stuck_process_ends_without_a_console():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 7
 
 
-def test_output_is_lost_only_if_the_console_rejects_it(monkeypatch):
+def test_a_broken_stderr_is_replaced_and_other_errors_are_raised(monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     gone = os.fdopen(writer, "w")

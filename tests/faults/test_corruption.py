@@ -111,13 +111,13 @@ def test_undamaged_directories_resume_from_the_newest_checkpoint(originals, run_
     assert_same_bits(load(finished / "final.pth"), load(killed / "final.pth"))
 
 
-def test_25_damaged_directories(originals, run_in, tmp_path):
+def test_25_damaged_directories_resume_or_are_refused(originals, run_in, tmp_path):
     for seed in range(FIRST_SEED, FIRST_SEED + 25):
         outcome_of(seed, originals, run_in, tmp_path)
 
 
 @pytest.mark.slow
-def test_500_damaged_directories(originals, run_in, tmp_path, capsys):
+def test_500_damaged_directories_resume_or_are_refused(originals, run_in, tmp_path, capsys):
     seeds = range(FIRST_SEED, FIRST_SEED + 500)
     outcomes = [outcome_of(seed, originals, run_in, tmp_path) for seed in seeds]
     goes_on = [forwards for forwards in outcomes if forwards is not None]
@@ -131,7 +131,7 @@ def test_500_damaged_directories(originals, run_in, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["the newest checkpoint", "manifest.json", "state.json", "config.json", "memory.json"])
-def test_a_disk_that_loses_a_file(name, originals, run_in, monkeypatch, tmp_path):
+def test_a_file_that_cannot_be_read_is_not_taken_for_damaged(name, originals, run_in, monkeypatch, tmp_path):
     """EIO, for which the memory of this process stands, whose first page nobody may read: nothing is decided by it."""
     monkeypatch.setattr("trainer.common.files.READ_AGAIN_AFTER_S", (0, 0))
     finished, killed = originals

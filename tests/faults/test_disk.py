@@ -32,13 +32,13 @@ NAMED = (
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_kill_at_each_point_of_a_save(name, fresh, tmp_path, forked):
+def test_a_kill_at_each_point_of_a_save_loses_nothing(name, fresh, tmp_path, forked):
     life = killed_at(tmp_path, named_points(fresh.operations)[name], forked)
     assert_as_unbroken(life, fresh.life, same_bits=True)
 
 
 @pytest.mark.slow
-def test_kills_before_every_disk_operation(fresh, tmp_path, forked):
+def test_kills_before_every_disk_operation_lose_nothing(fresh, tmp_path, forked):
     points = kill_points(fresh.operations)
     for i, point in enumerate(points):
         assert_as_unbroken(killed_at(tmp_path / str(i), point, forked), fresh.life, same_bits=True)
@@ -49,7 +49,7 @@ def test_kills_before_every_disk_operation(fresh, tmp_path, forked):
 
 
 @pytest.mark.parametrize("num_times", [12, pytest.param(300, marks=pytest.mark.slow)])
-def test_a_power_failure_at_any_moment(num_times, fresh, resumed, tmp_path, forked):
+def test_a_power_failure_at_any_moment_loses_nothing(num_times, fresh, resumed, tmp_path, forked):
     draw = random.Random(FIRST_SEED)
     for i in range(num_times):
         restarted_without_power(tmp_path / str(i), (fresh, resumed)[i % 2], draw, fresh.life, forked)

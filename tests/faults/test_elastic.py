@@ -261,7 +261,7 @@ def test_a_signal_to_torchrun_saves(number, options, job, unbroken):
 
 
 @pytest.mark.slow
-def test_torchrun_dies_of_an_unhandled_signal(job, unbroken):
+def test_ranks_finish_after_an_unhandled_signal_ends_torchrun(job, unbroken):
     """Its processes do not notice, and train to the end."""
     run = job(HARD, "--delay-s", 0.02)
     node = run.start_node("--standalone", "--nproc_per_node=2")

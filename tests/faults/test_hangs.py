@@ -56,7 +56,7 @@ def test_an_exception_is_reported_once(world_size, where, phase, more, traceback
     assert_failed(run)
 
 
-def test_an_exception_while_a_thread_is_stuck_in_cpp(environment, tmp_path):
+def test_an_exception_ends_the_process_while_a_thread_is_stuck_in_cpp(environment, tmp_path):
     """Which would abort the process when it came back while the interpreter is being finalised."""
     command = [sys.executable, "main.py", *map(str, TINY[:-4]), "--save-dir", str(tmp_path / "run")]
     fault = {"LOCKSTEP_FAULT": "linger forward 0"}
@@ -89,7 +89,7 @@ def test_an_exception_of_the_task_on_one_rank_ends_all_ranks(fault, statuses, st
 
 
 @slow
-def test_an_exception_of_rank_0(faulty_run):
+def test_an_exception_of_rank_0_is_reported_once(faulty_run):
     run = faulty_run("raise forward 0", world_size=3)
     assert_one_message(run, "rank 0 of 3 failed in forward at optimizer step 3: ValueError: the sky fell", 1)
     assert_failed(run)
@@ -114,14 +114,14 @@ def test_bad_input_is_reported_although_rank_0_is_stuck(faulty_run):
 
 
 @slow
-def test_a_rank_that_exits_at_once_on_request(faulty_run):
+def test_a_rank_that_exits_at_once_on_request_reports_no_error(faulty_run):
     """As by a second Ctrl-C, which needs no explanation."""
     run = faulty_run("leave forward 1")
     assert (run.errors, run.out.count(TRACEBACK), run.left, run.leaked) == ([], 0, [], set())
     assert run.state["state"] == "failed"
 
 
-def test_an_exception_on_one_device(run_here, tmp_path, monkeypatch):
+def test_an_exception_on_one_device_is_reported_once(run_here, tmp_path, monkeypatch):
     monkeypatch.setenv("LOCKSTEP_FAULT", "raise forward 0")
     _, err = run_here(*TINY[:-4], "--save-dir", tmp_path / "run", status=1)
     message = "failed in forward at optimizer step 3: ValueError: the sky fell"
@@ -242,7 +242,7 @@ def test_a_rank_that_dies_while_others_wait_for_the_device_is_named(environment,
         ("refuse data 2", "the data ran away"),
     ],
 )
-def test_under_torchrun(fault, message, faulty_run):
+def test_failures_under_torchrun_are_reported_once(fault, message, faulty_run):
     """Its own report of what its workers returned holds one traceback of its own."""
     run = faulty_run(fault, torchrun, world_size=3)
     own = sum("ChildFailedError" in line for line in run.out.splitlines())
@@ -250,7 +250,7 @@ def test_under_torchrun(fault, message, faulty_run):
 
 
 @slow
-def test_the_process_with_the_store_is_killed_in_a_run_started_by_hand(environment, tmp_path):
+def test_a_killed_rank_0_of_a_run_started_by_hand_is_named(environment, tmp_path):
     """Then what its killers knew is lost with it, and one of the others says so."""
     meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     args = ["main_multi_gpu.py", "--multi-gpu", "ddp", *TINY, "--save-dir", tmp_path / "run"]
@@ -335,7 +335,7 @@ def test_a_silent_rank_is_reported_before_a_late_rank(diagnosis):
     assert "rank 1" not in found
 
 
-def test_a_rank_that_never_sent_a_heartbeat_is_missing(diagnosis):
+def test_a_rank_that_never_sent_a_heartbeat_is_reported(diagnosis):
     found = diagnosis.diagnose(WAITED_S, "", {0: answer(9), 1: answer(9)})
     assert found.startswith("rank 2 of 3 does not respond (process 12 on host); rank 0 waited 120 s for it in ")
 
@@ -368,7 +368,7 @@ def test_a_job_without_checkpoints_is_not_said_to_resume(diagnosis):
         assert "is gone" in said and "checkpoint" not in said
 
 
-def test_data_loading_processes_of_a_hanging_process_are_ended(tmp_path):
+def test_data_loading_processes_of_a_killed_process_are_ended(tmp_path):
     """The kernel sees to it, as torch would not before the next batch."""
     script = f"""
 import os, sys, time

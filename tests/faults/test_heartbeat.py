@@ -41,7 +41,7 @@ def test_the_first_report_of_an_exit_reaches_all(start):
         assert not is_own
 
 
-def test_a_live_holder_answers_a_ping(start, monkeypatch):
+def test_a_live_rank_answers_a_ping(start, monkeypatch):
     monkeypatch.setattr(heartbeat, "ANSWER_WITHIN_S", 1.5)
     store, activity = HashStore(), CurrentActivity()
     asking = start(store, 0, world_size=3)
@@ -125,7 +125,7 @@ def test_a_reused_process_id_is_neither_mistaken_nor_ended(neighbours, sleeper):
 
 
 @needs_descriptors
-def test_activity_of_other_hosts_is_unknown(neighbours):
+def test_ranks_on_other_hosts_are_neither_ended_nor_gone(neighbours):
     neighbours.end(0)
     assert not neighbours.is_gone(0)
 

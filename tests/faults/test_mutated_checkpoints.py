@@ -162,7 +162,7 @@ MUTATIONS = [
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about kinds of tensors
-def test_600_mutated_checkpoints(run, intact, tmp_path):
+def test_600_mutated_checkpoints_are_refused_or_resume(run, intact, tmp_path):
     created = tmp_path / "created"
     harmful = intact | {"more": {"x": Malicious(created)}}
     file, outcomes = tmp_path / "x.pth", {"refused": 0, "went on": 0}

@@ -145,7 +145,7 @@ class Unprintable(Exception):
         raise RuntimeError
 
 
-def test_an_exception_without_a_message_loses_no_step():
+def test_an_exception_whose_message_cannot_be_shown_is_reported():
     failure = Diagnosis(CurrentActivity(), prints=False).explain(Unprintable())
     assert str(failure).endswith(": Unprintable: its message cannot be shown")
 

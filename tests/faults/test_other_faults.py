@@ -106,7 +106,7 @@ def test_an_error_of_a_gpu_is_reported_once(befallen):
 
 @slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_kill_in_evaluation(rank, befallen):
+def test_a_rank_killed_in_evaluation_is_reported(rank, befallen):
     output, statuses = befallen(f"kill evaluation {rank}")
     assert statuses[rank] == -signal.SIGKILL
     assert f"rank {rank} of 2 is gone" in output
@@ -132,12 +132,12 @@ def assert_survives_failure(base, point, forked, unbroken):
     assert_as_unbroken(life, unbroken(RECIPE, 1), same_bits=True)
 
 
-def test_a_disk_error_during_a_save(forked, fresh, unbroken, tmp_path):
+def test_a_run_survives_a_disk_error_during_a_save(forked, fresh, unbroken, tmp_path):
     assert_survives_failure(tmp_path, named_points(fresh.operations)["half-way through it"], forked, unbroken)
 
 
 @slow
-def test_a_disk_error_in_any_operation(forked, fresh, unbroken, tmp_path):
+def test_a_run_survives_a_disk_error_in_any_operation(forked, fresh, unbroken, tmp_path):
     # "saved" is a note of the recorder itself.
     points = [point for point in kill_points(fresh.operations) if point.kind != "saved"]
     for number, point in enumerate(points):
@@ -146,7 +146,7 @@ def test_a_disk_error_in_any_operation(forked, fresh, unbroken, tmp_path):
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=slow)])
-def test_the_directory_is_removed_during_a_run(world_size, forked, environment, tmp_path):
+def test_a_run_whose_directory_is_removed_ends_with_one_message(world_size, forked, environment, tmp_path):
     life = Life(tmp_path / "run", IN_GROUP if world_size > 1 else ALONE)
     gone = environment | {"LOCKSTEP_FAULT": "unlink forward 0", "LOCKSTEP_REMOVED": str(life.directory)}
     job = life.attempt(partial(forked, environment=gone), world_size)
@@ -170,7 +170,7 @@ def test_a_surviving_rank_does_not_recreate_a_removed_directory(forked, environm
 # --- the clock ---------------------------------------------------------------------------------------------------
 
 
-def test_a_clock_that_runs_backwards(forked, environment, unbroken, tmp_path):
+def test_a_clock_that_runs_backwards_changes_nothing(forked, environment, unbroken, tmp_path):
     """By a day, in the middle of a run."""
     life = Life(tmp_path / "run", ALONE)
     job = life.attempt(partial(forked, environment=environment | {"LOCKSTEP_FAULT": "clock forward 0"}), 1)

@@ -77,7 +77,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
         ["--encoder-path", "{bad}", "--save-dir", "{new}"],
     ],
 )
-def test_a_named_file_is_read(arguments, harm, run_here, tmp_path):
+def test_a_named_file_with_code_is_refused(arguments, harm, run_here, tmp_path):
     bad = harm(tmp_path / "bad.pth")
     (tmp_path / "metrics.jsonl").touch()
     places = {"bad": bad, "new": tmp_path / "new", "run": tmp_path}
@@ -90,7 +90,7 @@ def test_a_named_file_is_read(arguments, harm, run_here, tmp_path):
 
 @pytest.mark.parametrize("manifest", ["as it was", "made to fit", "missing"])
 @pytest.mark.parametrize("more", [[], ["--eval-only"], ["--epochs", 3]])
-def test_every_checkpoint_of_a_run_directory(manifest, more, harm, trained, run_here):
+def test_a_run_whose_checkpoints_all_contain_code_is_refused(manifest, more, harm, trained, run_here):
     """Somebody replaced them all: the run ends with a message, and does not begin anew."""
     for path in sorted(trained.glob("*.pth")):
         harm(path, torch.load(path, weights_only=True))
@@ -104,7 +104,7 @@ def test_every_checkpoint_of_a_run_directory(manifest, more, harm, trained, run_
 
 
 @pytest.mark.parametrize("manifest", ["as it was", "made to fit", "missing"])
-def test_only_the_newest_checkpoint(manifest, harm, trained, run_here):
+def test_a_newest_checkpoint_with_code_is_skipped(manifest, harm, trained, run_here):
     """The run goes on from the one before."""
     newest = json.loads((trained / "manifest.json").read_text())["checkpoints"][-1]
     state = torch.load(trained / newest["file"], weights_only=True)
@@ -128,7 +128,7 @@ def tell_the_manifest(directory: Path, manifest: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["run/code/beside.py", "beside.py"])
-def test_a_task_defined_beside_the_run(place, trained, run_here, tmp_path):
+def test_a_task_defined_beside_the_run_is_not_executed(place, trained, run_here, tmp_path):
     """A checkpoint names the file of its task, and may name any, also one that came with it."""
     file = trained.parent / place
     file.parent.mkdir(exist_ok=True)
@@ -147,7 +147,7 @@ def test_a_task_defined_beside_the_run(place, trained, run_here, tmp_path):
 
 
 @pytest.mark.parametrize("content", ["object array", "pickle"])
-def test_cached_arrays(content, tmp_path):
+def test_cached_arrays_with_code_are_refused(content, tmp_path):
     created = tmp_path / "created"
     cached_arrays(tmp_path / "cache", "key", lambda: {"x": np.zeros(2)})
     file = tmp_path / "cache" / "key" / "x.npy"
@@ -195,12 +195,12 @@ def nothing_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_interactions_in_an_archive_with_path_traversal(name, nothing_written, tmp_path):
+def test_interactions_are_read_safely_despite_path_traversal(name, nothing_written, tmp_path):
     archive = write_zip(nothing_written / "data.zip", {name: b"user item time\n1 1 1\n1 2 2\n2 1 1\n"})
     assert load_interactions(archive, 1, tmp_path / "cache").num_users == 2
 
 
-def test_interactions_behind_a_link_in_an_archive(nothing_written, tmp_path):
+def test_interactions_behind_a_link_in_an_archive_are_refused(nothing_written, tmp_path):
     """It is not followed: its target is text like any other."""
     secret = tmp_path / "cache" / "secret.dat"
     secret.parent.mkdir()
@@ -211,13 +211,13 @@ def test_interactions_behind_a_link_in_an_archive(nothing_written, tmp_path):
 
 
 @pytest.mark.parametrize("name", [*OUTSIDE, "train/../../outside.txt"])
-def test_har_in_an_archive_with_path_traversal(name, nothing_written, tmp_path):
+def test_har_is_read_safely_despite_path_traversal(name, nothing_written, tmp_path):
     members = har_members(tmp_path / "cache")
     archive = write_zip(nothing_written / "data.zip", {**members, name: b"outside"})
     assert len(load_uci_har(archive, tmp_path / "cache").labels) == 9
 
 
-def test_har_behind_a_link_in_an_archive(nothing_written, tmp_path):
+def test_har_behind_a_link_in_an_archive_is_refused(nothing_written, tmp_path):
     members = har_members(tmp_path / "cache")
     secret = tmp_path / "cache" / "secret.txt"
     secret.write_bytes(members["train/y_train.txt"])

@@ -90,7 +90,7 @@ def test_a_killed_parent_leaves_no_process_and_a_saved_run(launcher, start, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_all_ranks_stop_on_a_signal_and_the_same_command_resumes(number, start, command, cli, tmp_path):
+def test_all_runs_stop_on_a_signal_and_the_same_command_resumes(number, start, command, cli, tmp_path):
     directory = tmp_path / "set"
     argv = [*SLOWLY, "--seeds", 3, "--save-dir", directory]
     parent = start("main.py", *argv)

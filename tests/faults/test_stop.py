@@ -91,7 +91,7 @@ def assert_soon(forwards, training):
 
 @pytest.mark.parametrize("forward", [14, 13, 15])  # the second micro-batch of a step, the first, the last
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_one_process_in_training(number, forward, asking, run_here, tmp_path):
+def test_one_process_stops_soon_in_training(number, forward, asking, run_here, tmp_path):
     arguments, after = asking(number, 0, forward, True, 1)
     run_here(*arguments, status=128 + number)
     assert_soon(after(), training=True)
@@ -99,7 +99,7 @@ def test_one_process_in_training(number, forward, asking, run_here, tmp_path):
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_one_process_in_evaluation(number, asking, run_here, tmp_path):
+def test_one_process_stops_soon_in_evaluation(number, asking, run_here, tmp_path):
     arguments, after = asking(number, 0, 10, False, 1)
     run_here(*arguments, status=128 + number)
     assert_soon(after(), training=False)
@@ -110,7 +110,7 @@ def test_one_process_in_evaluation(number, asking, run_here, tmp_path):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_two_processes(number, rank, training, asking, command, tmp_path):
+def test_two_processes_stop_soon(number, rank, training, asking, command, tmp_path):
     """The one that is asked tells the other, and the launcher by its exit status."""
     # One forward that does not count comes first.
     arguments, after = asking(number, rank, 15 if training else 10, training, 2)

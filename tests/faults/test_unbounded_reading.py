@@ -65,13 +65,13 @@ LINES = {
 
 
 @pytest.mark.parametrize("name", LINES)
-def test_one_line_of_3_gb(name, tmp_path):
+def test_one_line_of_3_gb_is_refused(name, tmp_path):
     (tmp_path / name).write_bytes(ONE_LINE)
     with pytest.raises((UserError, OSError), match="has a line of more than 1,048,576 characters"):
         LINES[name](tmp_path / name)
 
 
-def test_a_device(run_here, tmp_path):
+def test_a_device_in_place_of_a_file_is_refused(run_here, tmp_path):
     """By each flag that names a file."""
     for argv in (
         ["--predict", "/dev/zero"], ["--config", "/dev/zero"], ["--resume-from", "/dev/zero"],
@@ -83,7 +83,7 @@ def test_a_device(run_here, tmp_path):
         assert err.startswith("error: --") and "/dev/zero: " in err, (argv, err)
 
 
-def test_every_reader_of_new_data(pipe, tmp_path):
+def test_readers_of_new_data_refuse_devices_and_pipes(pipe, tmp_path):
     (tmp_path / "x.wav").symlink_to("/dev/zero")
     with pytest.raises(UserError, match=r"x.wav: cannot be read: is a device or a pipe, not a regular file"):
         read_recordings(tmp_path / "x.wav", 8000)
@@ -91,13 +91,13 @@ def test_every_reader_of_new_data(pipe, tmp_path):
         read_new_windows(pipe)
 
 
-def test_sound_named_in_a_manifest(tmp_path):
+def test_a_device_named_in_a_speech_manifest_is_refused(tmp_path):
     (tmp_path / "all.jsonl").write_text('{"audio_path": "/dev/zero", "text": "zero"}\n')
     with pytest.raises(UserError, match="is a device or a pipe, not a regular file"):
         load_corpus(tmp_path / "all.jsonl", tmp_path)
 
 
-def test_a_pipe_for_each_file_of_a_run(train, pipe, tmp_path):
+def test_pipes_in_place_of_the_files_of_a_run_count_as_damaged(train, pipe, tmp_path):
     """It counts as damaged, and nobody waits for what it will never say."""
     train(tmp_path / "run")
     for name in ("config.json", "manifest.json", "memory.json", "results.json", "state.json"):
@@ -109,7 +109,7 @@ def test_a_pipe_for_each_file_of_a_run(train, pipe, tmp_path):
     assert "Resuming after optimizer step 3" in out
 
 
-def test_a_pipe_for_settings(pipe, refused, tmp_path):
+def test_a_pipe_for_settings_is_refused(pipe, refused, tmp_path):
     refused([f"--config {pipe}: cannot be read: is a device or a pipe, not a regular file"], *TINY, "--config", pipe)
 
 
@@ -123,7 +123,7 @@ def test_settings_from_the_shell_are_read(run_here, tmp_path):
     assert "epochs = 3" in out
 
 
-def test_a_checkpoint_with_arbitrary_pickles(train, tmp_path):
+def test_a_checkpoint_with_compressed_entries_is_refused(train, tmp_path):
     train(tmp_path / "run")
     packed, stored = tmp_path / "packed.pth", tmp_path / "stored.pth"
     torch.save(load(tmp_path / "run" / "last.pth"), stored)
@@ -186,7 +186,7 @@ def little_time_and_memory():
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant")
 @pytest.mark.parametrize("kind", HUGE)
-def test_a_checkpoint_that_declares_too_large_tensors(kind, little_time_and_memory, tmp_path):
+def test_a_checkpoint_that_declares_too_large_tensors_is_refused_or_small(kind, little_time_and_memory, tmp_path):
     """In whatever entry: most are refused, others take no memory."""
     build, number = HUGE[kind]
     huge, refused = build(number), 0
@@ -234,7 +234,7 @@ def test_many_views_of_one_tensor_need_no_more_memory_than_their_file(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar.gz", "gz in tar.gz", "folder"])
-def test_an_archive_member_that_unpacks_to_too_much(kind, monkeypatch, tmp_path):
+def test_an_archive_member_that_unpacks_to_too_much_is_refused(kind, monkeypatch, tmp_path):
     monkeypatch.setattr(data.files, "MOST_WHOLE", 1 << 20)
     content = bytes((1 << 20) + 1)
     if kind == "folder":
@@ -251,7 +251,7 @@ def test_an_archive_member_that_unpacks_to_too_much(kind, monkeypatch, tmp_path)
         source.files[0].read()
 
 
-def test_sound_in_an_archive_that_unpacks_to_too_much(monkeypatch, tmp_path):
+def test_sound_in_an_archive_that_unpacks_to_too_much_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(data.speech.sources, "MOST_SOUND", 1 << 20)
     for name in ("x.zip", "x.tar.gz"):
         pack = zipped if name == "x.zip" else tarred
@@ -260,7 +260,7 @@ def test_sound_in_an_archive_that_unpacks_to_too_much(monkeypatch, tmp_path):
             load_corpus(tmp_path / name, tmp_path, reading=Reading(on_bad="refuse"))
 
 
-def test_an_alphabet_file_is_not_a_library(tmp_path):
+def test_an_alphabet_file_that_is_too_large_is_refused(tmp_path):
     with (tmp_path / "alphabet").open("wb") as file:
         file.truncate(3 << 30)
     with pytest.raises(UserError, match="is larger than 64 MiB"):

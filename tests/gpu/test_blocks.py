@@ -10,7 +10,7 @@ from tests.helpers.simulated_gpu import on_simulated_gpus
 @pytest.mark.slow
 @pytest.mark.parametrize("several", [False, True], ids=["one", "three"])
 @on_simulated_gpus(3)
-def test_metrics_are_recomputed(several, tmp_path, cache_dir):
+def test_checkpointed_blocks_match_the_cpu(several, tmp_path, cache_dir):
     more = ["--multi-gpu", "dp"] if several else ["--device", "cuda"]
     run(cache_dir, *PIECES, *more, "--grad-checkpointing", "--save-dir", tmp_path / "gpu", several=several)
     run(cache_dir, *PIECES, "--device", "cpu", "--save-dir", tmp_path / "cpu")

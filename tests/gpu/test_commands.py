@@ -20,7 +20,7 @@ QUICK = ["--task", WEIGHTED, "--num-train", 40, "--steps", 2, "--settling-steps"
 
 
 @on_simulated_gpus(2)
-def test_predict_labels_new_data(tmp_path, cache_dir):
+def test_predict_labels_new_data_as_on_the_cpu(tmp_path, cache_dir):
     run(cache_dir, *HAR, "--device", "cpu", "--save-dir", tmp_path / "run")
     walk = save_windows(tmp_path / "walk.npy", windows_of_a_walk(cache_dir))
     for device in ("cuda:1", "cpu"):
@@ -32,7 +32,7 @@ def test_predict_labels_new_data(tmp_path, cache_dir):
 
 @pytest.mark.slow
 @on_simulated_gpus(3)
-def test_a_frozen_encoder(tmp_path, cache_dir):
+def test_a_frozen_encoder_keeps_its_weights(tmp_path, cache_dir):
     run(cache_dir, *HAR, "--device", "cpu", "--save-dir", tmp_path / "first")
     encoder = tmp_path / "first" / "last.pth"
     run(cache_dir, *HAR, "--multi-gpu", "dp", "--encoder-path", encoder, "--freeze-encoder", "--global-batch-size", 258,
@@ -44,7 +44,7 @@ def test_a_frozen_encoder(tmp_path, cache_dir):
 
 
 @on_simulated_gpus(may_wait=True)
-def test_measures_a_step(tmp_path, cache_dir):
+def test_the_profiler_measures_a_step(tmp_path, cache_dir):
     argv = ["step", *QUICK, "--batch-size", 8, "--device", "cuda"]
     for more in (["--trace", tmp_path / "trace"], ["--cuda-graphs", "on", "--steps", 6]):
         assert profile([*map(str, [*argv, *more]), "--cache-dir", str(cache_dir / "lockstep")]) == 0
@@ -54,7 +54,7 @@ def test_measures_a_step(tmp_path, cache_dir):
 
 @pytest.mark.slow
 @on_simulated_gpus(2, may_wait=True)
-def test_checks_the_machine(tmp_path, cache_dir):
+def test_the_profiler_checks_the_machine(tmp_path, cache_dir):
     assert profile(["check", "--device", "cuda", "--save-dir", str(tmp_path), "--backend", "gloo"]) in (0, 1)
     for line in ("GPU 0: Simulated GPU", "GPU 0 -> 1", "GPU 1 -> 0"):
         assert f"OK       {line}" in GPUS.printed() or f"warning  {line}" in GPUS.printed()
@@ -62,7 +62,7 @@ def test_checks_the_machine(tmp_path, cache_dir):
 
 @pytest.mark.slow
 @on_simulated_gpus(may_wait=True)
-def test_measures_any_model():
+def test_the_profiler_measures_any_model():
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     batches = [(torch.randn(6, 4), torch.randint(3, (6,))) for _ in range(3)]
     loss = nn.functional.cross_entropy
@@ -74,7 +74,7 @@ def test_measures_any_model():
 
 @pytest.mark.slow
 @on_simulated_gpus(2)
-def test_trains_from_python(tmp_path, cache_dir):
+def test_training_from_python_matches_the_cpu(tmp_path, cache_dir):
     settings = {"epochs": 1, "num_train": 24, "batch_size": 8, "lr": 0.01, "dtype": "float64", "num_threads": 1}
     metrics, _ = trainer.fit(Weighted, save_dir=tmp_path / "gpu", device="cuda:1", **settings)
     same, _ = trainer.fit(Weighted, save_dir=tmp_path / "cpu", device="cpu", **settings)

@@ -43,7 +43,7 @@ def test_a_nonfinite_step_ends_training(tmp_path, cache_dir):
 
 @pytest.mark.slow
 @on_simulated_gpus(3)
-def test_outputs_per_sample(tmp_path, cache_dir):
+def test_outputs_per_sample_match_the_cpu(tmp_path, cache_dir):
     task = ["--task", f"{HELPERS / 'scored_task.py'}:Scored", "--epochs", 2, "--global-batch-size", 6, *EXACT]
     run(cache_dir, *DP, *task, "--batch-size", 2, "--save-dir", tmp_path / "dp", several=True)
     run(cache_dir, *task, "--device", "cpu", "--save-dir", tmp_path / "cpu")
@@ -51,7 +51,7 @@ def test_outputs_per_sample(tmp_path, cache_dir):
 
 
 @on_simulated_gpus(3)
-def test_one_sample_that_does_not_fit_is_reported(tmp_path, cache_dir):
+def test_a_batch_too_large_for_one_gpu_is_made_smaller(tmp_path, cache_dir):
     GPUS.limit_memory(ROOM // 3, device=2)
     tiny(cache_dir, tmp_path / "dp", *DP, *WIDE, "--batch-size", 16, several=True)
     assert "16 samples per forward pass do not fit into memory: training with " in GPUS.printed()

@@ -23,7 +23,7 @@ CUDA = ["--device", "cuda", "--deterministic", "--ema-decay", 0.9]
 
 
 @on_simulated_gpus()
-def test_runs_with_several_seeds(tmp_path, cache_dir):
+def test_graphs_of_several_seeds_train_bit_identically(tmp_path, cache_dir):
     """Each in a process of its own, which here has the simulated GPUs of this one."""
     record, get_context, note = Recorder.record, multiprocessing.get_context, tmp_path / "note"
 
@@ -64,7 +64,7 @@ def test_a_run_pauses_at_its_time_limit_and_resumes(tmp_path, cache_dir):
 
 @pytest.mark.parametrize("number", [1, 2, 3])
 @on_simulated_gpus()
-def test_a_signal_during_a_capture(number, tmp_path, cache_dir):
+def test_a_signal_during_a_capture_stops_the_run_after_the_step(number, tmp_path, cache_dir):
     """Of forward and backward, of the update, of an evaluation's forward: the run stops after the step, and goes on."""
     record, num_captures = Recorder.record, []
 

@@ -29,7 +29,7 @@ def test_matches_the_cpu_without_graphs(tmp_path, cache_dir):
 
 
 @on_simulated_gpus()
-def test_scaled_gradients(tmp_path, cache_dir):
+def test_gradients_scaled_for_fp16_match_those_of_a_loss_in_forward(tmp_path, cache_dir):
     """Those of fp16, of one forward and of several, as of a loss in the forward."""
     for name, task, size in (("whole", "ClipsOfABatch", 12), ("one", "Clips", 12), ("several", "Clips", 5)):
         own = ["--task", f"{HELPERS / 'joint_task.py'}:{task}", *CLIP[2:], "--batch-size", size]

@@ -8,7 +8,7 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @on_simulated_gpus()
-def test_tracking_libraries_get_flags_and_task(tmp_path):
+def test_cuda_libraries_are_set_up_for_flags_and_task(tmp_path):
     import os
 
     import torch

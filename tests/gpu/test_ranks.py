@@ -51,7 +51,7 @@ def test_supported_precisions(amp, form, tmp_path, cache_dir):
 
 @pytest.mark.slow
 @on_simulated_gpus(2)
-def test_a_skipped_step_keeps_batch_norm_statistics(tmp_path, cache_dir):
+def test_a_nonfinite_step_with_batch_norm_is_skipped(tmp_path, cache_dir):
     more = ["--epochs", 2, "--on-nonfinite", "skip", "--batch-norm", "--batch-size", 4, "--global-batch-size", 8]
     argv = [*TINY, *EXACT, *POISONED, *more]
     run_on_ranks(tmp_path, cache_dir, *argv)
@@ -60,7 +60,7 @@ def test_a_skipped_step_keeps_batch_norm_statistics(tmp_path, cache_dir):
 
 @pytest.mark.slow
 @on_simulated_gpus(2)
-def test_one_rank_out_of_memory_in_the_dry_run(tmp_path, cache_dir):
+def test_all_ranks_shrink_their_batch_if_one_is_out_of_memory(tmp_path, cache_dir):
     """The others do not wait for it."""
     GPUS.limit_memory(ROOM, device=1)
     argv = [*TINY, *WIDE, "--global-batch-size", 96, "--batch-size", 48, "--eval-batch-size", 8]
@@ -72,7 +72,7 @@ def test_one_rank_out_of_memory_in_the_dry_run(tmp_path, cache_dir):
 
 @pytest.mark.slow
 @on_simulated_gpus(2, may_wait=True)
-def test_one_flipped_bit_on_one_rank(tmp_path, cache_dir, monkeypatch):
+def test_one_flipped_bit_on_one_rank_is_detected(tmp_path, cache_dir, monkeypatch):
     """The task itself waits, to count its forwards."""
     monkeypatch.setenv("LOCKSTEP_DRIFT", "bit 1 5")
     drifting = ["--task", f"{HELPERS / 'drifting_task.py'}:Drifting", "--batch-size", 4, "--num-threads", 1]

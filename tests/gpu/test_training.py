@@ -36,7 +36,7 @@ def test_matches_the_cpu(settings, tmp_path, cache_dir):
 
 
 @on_simulated_gpus(2)
-def test_other_tasks_on_the_second_gpu(tmp_path, cache_dir):
+def test_other_tasks_match_the_cpu_on_the_second_gpu(tmp_path, cache_dir):
     for name, task in TASKS.items():
         for device in ("cuda:1", "cpu"):
             run(cache_dir, "--epochs", 2, "--batch-size", 4, *EXACT, "--device", device,
@@ -45,7 +45,7 @@ def test_other_tasks_on_the_second_gpu(tmp_path, cache_dir):
 
 
 @on_simulated_gpus()
-def test_many_steps_are_extracted(tmp_path, cache_dir):
+def test_results_of_many_steps_match_the_cpu(tmp_path, cache_dir):
     """Results of steps are looked at in groups, and sums are folded."""
     more = ["--num-train", 80, "--batch-size", 1, "--log-interval", 1000, *EXACT]
     for device in ("cuda", "cpu"):
@@ -54,7 +54,7 @@ def test_many_steps_are_extracted(tmp_path, cache_dir):
 
 
 @on_simulated_gpus(may_wait=True)
-def test_optimizers_that_make_the_host_wait(tmp_path, cache_dir):
+def test_optimizers_that_make_the_host_wait_match_the_cpu(tmp_path, cache_dir):
     """One for sparse gradients, and some without fused kernels."""
     for name in ("Sparse", "OwnOptimizers"):
         for device in ("cuda", "cpu"):

@@ -78,7 +78,7 @@ def assert_learns_what_the_cpu_learns(name, tmp_path, cache_dir, forms):
     "name", [pytest.param(name, marks=pytest.mark.slow if name in ("har", "tabular") else []) for name in WORKLOADS]
 )
 @on_simulated_gpus(3)
-def test_workloads_are_captured(name, tmp_path, cache_dir):
+def test_workloads_match_the_cpu(name, tmp_path, cache_dir):
     assert_learns_what_the_cpu_learns(name, tmp_path, cache_dir, ["second", "three"])
 
 
@@ -98,7 +98,7 @@ def test_padded_batches_have_few_lengths(cache_dir):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 @on_simulated_gpus(2)
-def test_variants_are_captured(name, tmp_path, cache_dir):
+def test_variants_match_the_cpu(name, tmp_path, cache_dir):
     assert_learns_what_the_cpu_learns(name, tmp_path, cache_dir, ["one"])
 
 
@@ -107,7 +107,7 @@ def test_variants_are_captured(name, tmp_path, cache_dir):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", WORKLOADS)
 @on_simulated_gpus(3)
-def test_every_workload_in_every_precision_and_form(name, form, amp, tmp_path, cache_dir):
+def test_every_workload_trains_in_every_precision_and_form(name, form, amp, tmp_path, cache_dir):
     devices, several = FORMS[form]
     argv = [*settings_of(name, tmp_path), *devices, "--amp", amp, "--log-interval", 2, "--save-dir", tmp_path / "run"]
     run(cache_dir, *argv, several=several)

@@ -35,7 +35,7 @@ def ddp(**flags):
     return MultiDeviceFlags(multi_gpu="ddp", **flags)
 
 
-def test_processes_of_a_launcher_must_have_equal_settings():
+def test_several_processes_of_a_launcher_need_ddp_without_nproc():
     assert "omit --nproc" in read_rank_environment(GOOD, ddp(nproc=2))[1][0]
     assert (
         "use main_multi_gpu.py --multi-gpu ddp" in read_rank_environment(GOOD, MultiDeviceFlags(multi_gpu="dp"))[1][0]
@@ -93,7 +93,7 @@ def test_a_launcher_is_refused_for_several_runs(refused, tmp_path, monkeypatch):
     assert not contents(tmp_path)
 
 
-def test_no_other_rank_joins(refused, tmp_path, monkeypatch):
+def test_a_rank_that_cannot_join_the_others_is_refused(refused, tmp_path, monkeypatch):
     """Nothing listens on port 1."""
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -116,7 +116,7 @@ def of_rank(variables, rank):
         ("vm", "vm"), ("a1,a2", "a1"), ("node[03-07,9],other", "node03"), ("n[1,4]-ib,x", "n1-ib"), ("", ""),
     ],
 )  # fmt: skip
-def test_the_first_of_a_list_of_nodes(nodes, first):
+def test_the_first_of_a_list_of_nodes_is_found(nodes, first):
     assert first_host(nodes) == first
 
 
@@ -170,7 +170,7 @@ def test_incomplete_launcher_variables_are_refused(variables, parts, refused, tm
 
 
 @pytest.mark.parametrize("variables", [SRUN, pytest.param(MPIRUN, marks=pytest.mark.slow)], ids=["srun", "mpirun"])
-def test_two_processes_train_together(variables, tmp_path, environment):
+def test_processes_of_srun_and_mpirun_train_together(variables, tmp_path, environment):
     arguments = [*TINY, "--multi-gpu", "ddp", "--device", "cpu", "--save-dir", tmp_path / "run"]
     port = str(free_port())  # that of the job may be in use on the machine of the tests
     processes = [

@@ -184,7 +184,7 @@ def test_an_averaging_optimizer_matches_one_device(form, start):
 
 
 @pytest.mark.slow
-def test_autocast_works_on_parts(start):
+def test_autocast_works_on_shards(start):
     """Weights stay float32. Rounding to bfloat16 depends on which samples are in a forward together."""
     base = [
         *PIECES, "--device", "cpu", "--num-threads", 1, "--amp", "bf16", "--epochs", 1, "--batch-size", 2,
@@ -237,7 +237,7 @@ def test_a_compiled_run_resumes_bit_identically(more, start):
         ({"scalar": True}, "offset is a scalar"),
     ],
 )
-def test_indivisible_settings_are_refused(more, message):
+def test_models_that_cannot_be_sharded_are_refused(more, message):
     model = Words(PiecesFlags(**more))
     with pytest.raises(UserError, match=f"^--multi-gpu fsdp: .*{message}"):
         refuse_what_cannot_be_cut(PiecesObjective(model), list(model.blocks))
@@ -285,7 +285,7 @@ def test_torchscript_is_refused():
         refuse_what_cannot_be_cut(PiecesObjective(model), [])
 
 
-def test_time_ties_within_a_unit_are_tolerated():
+def test_tied_weights_within_a_unit_are_accepted():
     model = Words(PiecesFlags(ties=True))
     refuse_what_cannot_be_cut(PiecesObjective(model), [])
 
@@ -295,7 +295,7 @@ def test_a_shard_size_that_does_not_divide_the_processes_is_refused():
         ProcessGroup(RankEnvironment(0, 3), MultiDeviceFlags("fsdp", shard_size=2), DeviceFlags("cpu"))
 
 
-def test_custom_optimizers_of_whole_matrices_are_refused():
+def test_optimizers_of_whole_matrices_are_refused():
     """torch 2.8 has no Muon."""
     muon = type("Muon", (torch.optim.SGD,), {})([torch.zeros(2, 2)])
     with pytest.raises(UserError, match=r"^--multi-gpu fsdp: Muon orthogonalises whole matrices"):

@@ -77,7 +77,7 @@ def assert_same_run(directory, world_size, one_device):
 # --- ways to start -----------------------------------------------------------------------------------------------
 
 
-def test_the_device_is_reported_at_the_start(one_device):
+def test_a_run_reports_its_device_its_best_epoch_and_the_next_command(one_device):
     assert_same_run(one_device.directory, 1, one_device)
     in_one_line = (
         "Devices: cpu. Batch: 10 samples per step. Workers: 0 per rank. Threads: 1 per rank. Precision: float64."
@@ -116,7 +116,7 @@ def test_torch_distributed_launch_works(tmp_path, run_together, one_device):
 
 
 @pytest.mark.slow
-def test_variables_set_by_hand_in_two_terminals(tmp_path, run_together, one_device):
+def test_variables_set_by_hand_in_two_terminals_start_a_run(tmp_path, run_together, one_device):
     """Without LOCAL_RANK, which a user would forget."""
     meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     args = [*DDP, "--save-dir", tmp_path]
@@ -125,7 +125,7 @@ def test_variables_set_by_hand_in_two_terminals(tmp_path, run_together, one_devi
 
 
 @pytest.mark.slow
-def test_two_torchrun_agents_as_on_two_machines(tmp_path, run_together, one_device):
+def test_two_torchrun_agents_start_a_run_as_on_two_machines(tmp_path, run_together, one_device):
     agent = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d",
              f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--rdzv_id=lockstep", "--local_addr=127.0.0.1"]  # fmt: skip
     args = [*agent, *DDP, "--save-dir", tmp_path]
@@ -152,7 +152,7 @@ def test_dp_without_two_gpus_warns_and_trains(tmp_path, command, one_device):
 
 
 @pytest.mark.slow
-def test_a_custom_task(tmp_path, command):
+def test_a_custom_task_learns(tmp_path, command):
     task = "examples/own_task.py:Spirals"
     args = ["--task", task, "--epochs", 2, "--num-threads", 1, "--lr", 0.01, "--seed", 3, "--save-dir", tmp_path]
     command("main.py", *args, **NO_GPU)

@@ -57,7 +57,7 @@ def assert_told(output, step, since, where, guilty, others):
     assert "Traceback" not in output
 
 
-def test_one_flipped_bit_on_one_of_three_ranks(drifted):
+def test_one_flipped_bit_on_one_of_three_ranks_is_detected(drifted):
     statuses, output, saved = drifted("bit 1 12", *EVERY, 4, "--save-every-steps", 5, world_size=3)
     assert_told(output, 12, 10, r"model\.layers\.4\.weight", member(1), f"{member(0)} and {member(2)}")
     assert statuses == [2, 2, 2]
@@ -71,7 +71,7 @@ def test_a_parameter_changed_in_forward_is_detected_before_the_save(drifted):
 
 
 @pytest.mark.slow
-def test_facts_are_not_compared_if_unwanted(drifted):
+def test_ranks_are_not_compared_if_unwanted(drifted):
     assert drifted("bit 1 5", *EVERY, 0)[::2] == ([0, 0], [13, 26])
 
 
@@ -90,7 +90,7 @@ def test_a_changed_constant_buffer_is_refused(drifted):
 
 
 @pytest.mark.slow
-def test_a_change_of_device_kind_is_reported_once(drifted):
+def test_a_difference_between_unlike_ranks_is_reported_once(drifted):
     statuses, output, saved = drifted("bit-threads 1 5", *EVERY, 2)
     assert (statuses, saved) == ([0, 0], [13, 26])
     assert output.count("After optimizer step 6 the ranks are not bit-identical: model.layers.4") == 1
@@ -98,7 +98,7 @@ def test_a_change_of_device_kind_is_reported_once(drifted):
 
 
 @pytest.mark.slow
-def test_copies_of_shards(drifted):
+def test_differing_copies_of_a_shard_are_detected(drifted):
     more = [*EVERY, 2, "--shard-size", 2]
     statuses, output, _ = drifted("part 3 5", *more, world_size=4, form="fsdp")
     assert statuses == [2] * 4
@@ -180,7 +180,7 @@ class Pair(Group):
         return [value, value._replace(hashes=[own + self.wrong for own in value.hashes])]
 
 
-def test_a_gpu_gets_a_longer_timeout(monkeypatch):
+def test_ranks_on_gpus_are_compared_some_steps_later(monkeypatch):
     """And what is under way meanwhile is compared in turn."""
     monkeypatch.setattr("trainer.loop.lockstep.queue_of", lambda device: DeviceQueue(GROUP_SIZE))
     strategy, progress = Strategy(Pair([CPU])), Progress()

@@ -290,7 +290,7 @@ TABLES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
-def test_the_table_of_digests_is_complete(name, command):
+def test_digests_of_every_workload_are_equal(name, command):
     """Of each workload, and of a model whose gradients would travel during the backward."""
     more = ["--max-steps", 4, "--batch-size", 4, "--device", "cpu"]
     out = command("benchmarks/equal_bits.py", *TABLES[name], *more, timeout=900).stdout
@@ -328,7 +328,7 @@ def test_incompatible_flags_are_refused(words):
         ("--parts 2 --global-batch-size 65", 1, "--global-batch-size 65: must be from 2 to 64, because each of 2"),
     ],
 )
-def test_models_that_cannot_be_sharded_are_refused(words, num_devices, message):
+def test_batches_that_cannot_be_divided_into_parts_are_refused(words, num_devices, message):
     flags, _ = parse(words.split(), several_devices=False)
     strategy = SingleDevice(torch.device("cpu"), flags.batch.parts)
     strategy.group.world_size = num_devices
@@ -376,7 +376,7 @@ def test_a_resumed_run_keeps_its_number_of_threads(run_here, tmp_path):
     assert "--num-threads 2: the checkpoint was trained with 1" in err and "use --num-threads 1" in err
 
 
-def test_a_run_may_resume_with_and_without_shards(run_here, tmp_path):
+def test_a_run_may_resume_with_and_without_parts(run_here, tmp_path):
     """From the middle of an epoch, with the sums of the epoch so far."""
     argv = [*CASES["one phase"], *FLAGS, "--epochs", 1, "--global-batch-size", 16, "--dropout", 0]
     losses, more = [], []

@@ -105,7 +105,7 @@ def test_another_number_of_ranks_is_refused(come):
         assert str(refusal).startswith(f"rank {rank} has WORLD_SIZE=3, but rank 0 has WORLD_SIZE=2; ")
 
 
-def test_endless_waits_of_pytorch_time_out():
+def test_an_endless_wait_times_out():
     forever = threading.Event()
     assert within(0.05, forever.wait) is None
     forever.set()

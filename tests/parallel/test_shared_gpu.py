@@ -35,7 +35,7 @@ def show_one_gpu():
     return lambda: None
 
 
-def test_nccl_is_refused_before_the_start(environment, tmp_path):
+def test_nccl_on_a_shared_gpu_is_refused_before_the_start(environment, tmp_path):
     """By one message, of the ranks and of what to change."""
     output = tmp_path / "out"
     argv = ["--multi-gpu", "ddp", *TINY, "--save-dir", tmp_path / "run"]
