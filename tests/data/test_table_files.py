@@ -76,7 +76,7 @@ def test_every_file_form_gives_the_same_table(path):
         assert list(np.diff(numbers)) == [1] * (len(ROWS) - 1) and numbers[0] == table.line + ("json" not in path.name)
 
 
-def test_tables_and_interactions_in_any_format(path, tmp_path):
+def test_tables_and_interactions_in_any_format_are_read_equally(path, tmp_path):
     if path.name == "blanks.csv":  # in which interactions have no quotes
         path.write_text(path.read_text().replace('"', "").replace("Zoë ", "Zoë").replace("Café ", "Café"))
     items = tuple(f"Café{k}" if "blanks" in path.name else f"Café {k}" for k in range(7))
@@ -89,7 +89,7 @@ def test_tables_and_interactions_in_any_format(path, tmp_path):
     assert found.times.tolist() == [row[2] for row in ROWS]
 
 
-def test_recordings_in_any_format(path, tmp_path):
+def test_recordings_in_any_format_are_read_equally(path, tmp_path):
     if path.name in ("t.json", "t.tar.gz"):
         return
     found = load_own_recordings(path, tmp_path / "cache", OwnFormat(None, None, ("x",), 10, 10)).recordings
@@ -204,11 +204,11 @@ def test_parquet_needs_only_pyarrow(tmp_path, monkeypatch):
         stand_in = types.SimpleNamespace(ParquetFile=_Parquet)
         monkeypatch.setitem(sys.modules, "pyarrow", types.SimpleNamespace(parquet=stand_in))
         monkeypatch.setitem(sys.modules, "pyarrow.parquet", stand_in)
-    test_tables_and_interactions_in_any_format(path, tmp_path)
-    test_recordings_in_any_format(path, tmp_path)
+    test_tables_and_interactions_in_any_format_are_read_equally(path, tmp_path)
+    test_recordings_in_any_format_are_read_equally(path, tmp_path)
 
 
-def test_session_rows_with_event_types(tmp_path):
+def test_session_rows_with_event_types_are_read(tmp_path):
     """OTTO's sessions."""
     path = tmp_path / "train.jsonl"
     events = [{"aid": k, "ts": 1_661_724_000_000 + 1000 * k, "type": "clicks"} for k in (3, 1, 2)]
@@ -291,7 +291,7 @@ def test_the_right_file_of_training_and_test_archives_is_read(tmp_path):
         assert read_table(path, flag).column("x").distinct_texts == [text]
 
 
-def test_archives_of_no_or_several_tables(tmp_path):
+def test_archives_of_no_or_several_tables_are_refused(tmp_path):
     for members in ({}, {"a.csv": CSV, "b.csv": CSV}):
         path = tmp_path / "t.zip"
         path.write_bytes(zipped(members))

@@ -143,7 +143,7 @@ def test_without_a_rate_the_clock_is_used(recordings, run_here, tmp_path):
         ([], "files found: no files"),
     ],
 )
-def test_other_data_are_recognised(files, says, make_task, tmp_path):
+def test_other_data_are_recognised_and_refused(files, says, make_task, tmp_path):
     """Whether there is a flag for recordings of one's own or not."""
     (tmp_path / "data").mkdir()
     for name in files:
@@ -164,7 +164,7 @@ def test_folds_divide_people(own, run_here, tmp_path):
     assert held_out == [["ann", "cat", "fay"], ["bob", "dan"]]
 
 
-def test_invalid_arguments_raise(own, run_here, recordings, tmp_path):
+def test_invalid_arguments_are_refused(own, run_here, recordings, tmp_path):
     save = ["--save-dir", tmp_path / "run"]
     for argv, part in (
         (["--window", 40, *SHORT], "--window 40: only for your own recordings; give recordings with --data-dir"),

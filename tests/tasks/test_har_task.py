@@ -195,7 +195,7 @@ def test_bad_data_ends_with_one_message_and_writes_nothing(command, tmp_path):
 
 @pytest.mark.slow
 @needs_uci_har
-def test_training_on_official_recordings(command, tmp_path):
+def test_training_on_official_recordings_works(command, tmp_path):
     command("main.py", "--data-dir", UCI_HAR, "--epochs", 1, "--mode", "first", "--save-dir", tmp_path / "run")
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert sum(map(sum, results["confusion_matrix"])) == 2947
@@ -212,6 +212,6 @@ def test_default_settings_reach_97_percent(command, tmp_path):
 
 
 @pytest.mark.parametrize("other", [["--refit"], ["--val-subjects", 1]])
-def test_test_share_and_test_subjects_exclude_each_other(other, refused, tmp_path):
+def test_flags_that_choose_validation_subjects_exclude_each_other(other, refused, tmp_path):
     part = f"--num-val-subjects 2 and {' '.join(map(str, other))}: cannot be combined"
     refused([part], *other, "--num-val-subjects", 2, "--save-dir", tmp_path / "run")

@@ -87,7 +87,7 @@ def test_each_next_item_is_one_loss_term_and_each_evaluated_user_another(cache_d
 @pytest.mark.parametrize(
     ("settings", "negatives"), [({"loss": "sampled"}, (3000,)), ({"loss": "gbce"}, (256,)), ({"loss": "bce"}, (20, 1))]
 )
-def test_usual_numbers_of_negatives(settings, negatives, cache_dir):
+def test_each_loss_draws_its_usual_number_of_negatives(settings, negatives, cache_dir):
     batch = make_batch(make_task(cache_dir, **settings), index=range(20))
     assert batch["negatives"].shape == (20, *negatives)
     assert "negatives" not in make_batch(make_task(cache_dir))

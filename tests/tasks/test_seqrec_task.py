@@ -261,7 +261,7 @@ def test_one_error_is_named(args, part, refused, data_file):
     refused([part], "--data-dir", data_file, *args.split())
 
 
-def test_columns_come_from_a_file(refused):
+def test_column_flags_without_a_file_are_refused(refused):
     refused(["--user-column buyer: does nothing without --data-dir; add --data-dir"], "--user-column", "buyer")
 
 
@@ -289,7 +289,7 @@ def test_columns_come_from_a_file(refused):
         (f"{HEAD}a 1 1\na 2 2\na 1 3\na 2 4\n", "--k-core 0", "a user with 4 interactions leaves only 0"),
     ],
 )
-def test_unusable_data(text, args, part, refused, tmp_path):
+def test_unusable_data_are_refused(text, args, part, refused, tmp_path):
     path = tmp_path / "data.txt"
     path.write_text(text)
     refused([part], "--data-dir", path, *args.split())

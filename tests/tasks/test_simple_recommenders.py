@@ -163,7 +163,7 @@ def test_only_ties_are_shuffled(tmp_path):
     assert read("kept.tsv") == in_order[:20]
 
 
-def test_no_time_embedding_equals_sasrec(run_here, tmp_path):
+def test_no_time_and_model_sasrec_name_the_same_run(run_here, tmp_path):
     data = write_walks(tmp_path / "ring.txt", lambda item: (item + 1) % 12)
     run = tmp_path / "run"
     argv = [*WALKS, "--data-dir", data, "--epochs", 1]

@@ -46,7 +46,7 @@ def test_error_rates_do_not_depend_on_order_or_spaces():
     assert error_rates(SAID, [f"  {text.replace(' ', '   ')} " for text in HEARD]) == tidy
 
 
-def test_decoding_silence():
+def test_error_rates_of_silence_count_insertions():
     assert error_rates([], []) == {"wer": 0, "cer": 0, "string_error_rate": 0}
     assert error_rates(["", ""], ["", "a b"]) == {"wer": 2, "cer": 3, "string_error_rate": 0.5}
 
@@ -194,5 +194,5 @@ def test_several_utterances_are_drawn_one_below_another():
     assert np.array_equal(block(0, 3), np.concatenate([block(i, i + 1) for i in range(3)]))
 
 
-def test_an_utterance_without_frames():
+def test_an_utterance_without_frames_can_be_drawn():
     assert len(drawn([], torch.zeros(0, 3))) > BELOW

@@ -246,7 +246,7 @@ def assert_sensible(row, seconds):
 
 
 @pytest.mark.parametrize("beam", [1, 4])
-def test_a_clock_logger_records_message_times(beam, recognised, tmp_path):
+def test_new_recordings_are_transcribed_with_the_times_of_words(beam, recognised, tmp_path):
     """Without the data that it was trained on; of recordings of any rate and length, whatever the batches."""
     folder = tmp_path / "new"
     (folder / "deep").mkdir(parents=True)
@@ -335,7 +335,7 @@ def test_a_folder_without_sound_is_refused(spoken, refused, tmp_path):
     refused([f"--predict {tmp_path}: contains no sound"], "--predict", tmp_path, "--save-dir", spoken)
 
 
-def test_a_run_is_recognised_by_its_model(spoken, refused, tmp_path):
+def test_another_width_than_that_of_the_run_is_refused(spoken, refused, tmp_path):
     path = write_wav(tmp_path / "a.wav", tone(0))
     refused(["--width 9: "], "--task", "speech", "--predict", path, "--width", 9, "--save-dir", spoken)
 
@@ -518,7 +518,7 @@ def test_errors_are_shown_together(refused, tmp_path):
     ],
     ids=lambda value: None if isinstance(value[0], str) and " " in value[0] else value[0],
 )
-def test_unusable_data(args, parts, cli, digits, cache_dir, tmp_path):
+def test_unusable_data_are_refused(args, parts, cli, digits, cache_dir, tmp_path):
     (tmp_path / "file").write_text("0\n1\n2\n")
     (tmp_path / "empty").mkdir()
     places = {"FILE": tmp_path / "file", "EMPTY": tmp_path / "empty"}
@@ -529,7 +529,7 @@ def test_unusable_data(args, parts, cli, digits, cache_dir, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_unknown_speakers_are_not_held_out(refused, sentences, cache_dir, tmp_path):
+def test_holding_out_unknown_speakers_is_refused(refused, sentences, cache_dir, tmp_path):
     refused(
         ["--split speaker: the speaker of 00.wav is unknown; use --split utterance"],
         *RUN, "--data-dir", sentences, "--split", "speaker", "--cache-dir", cache_dir, "--save-dir", tmp_path / "run",

@@ -64,7 +64,7 @@ def test_a_saved_classifier_predicts_equally(fitted, tmp_path):
         TabularClassifier.load(tmp_path / "other.pth")
 
 
-def test_strings_gaps_and_ids(fitted):
+def test_strings_gaps_and_ids_are_accepted(fitted):
     """Columns of texts are categories, gaps are missing values, and what names rows is left out."""
     rng = np.random.default_rng(0)
     colour = rng.choice(["red", "green", "blue"], 90)
@@ -152,7 +152,7 @@ def test_random_states_of_the_process_are_restored():
 
 
 @pytest.mark.parametrize("strategy", ["base", "lora"])
-def test_tuned_classifiers_improve(strategy, tmp_path, capsys):
+def test_tuned_classifiers_predict_well_and_can_be_saved(strategy, tmp_path, capsys):
     x, y = moons(60, 0)
     classifier = TabularClassifier(strategy, num_estimators=1, epochs=1).fit(x, y)
     assert capsys.readouterr().out == ""
@@ -266,7 +266,7 @@ def test_tuning_on_two_devices_matches_one_device(capsys):
 
 
 @pytest.mark.slow
-def test_scores_equal_scikit_learns(monkeypatch):
+def test_the_classifier_passes_the_checks_of_scikit_learn(monkeypatch):
     for name in ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"):  # as scikit-learn sets them for good
         monkeypatch.setenv(name, "TRUE")
     checks = pytest.importorskip("sklearn.utils.estimator_checks")

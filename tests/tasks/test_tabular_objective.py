@@ -12,7 +12,7 @@ def slow_area(scores, targets):
     return sum(areas) / len(areas)
 
 
-def test_pairs_are_counted():
+def test_the_area_under_the_curve_equals_a_count_of_pairs():
     rng = torch.Generator().manual_seed(0)
     scores = torch.rand(6, 40, 4, generator=rng).mul(8).round()  # with many ties
     targets = torch.randint(-1, 4, (6, 40), generator=rng)
@@ -27,5 +27,5 @@ def test_no_decision_depends_on_rounding():
     assert float(area_under_curve(scores, torch.tensor([[0, 1, 1]]))) == 0.5
 
 
-def test_a_single_class():
+def test_a_single_class_has_no_area_under_the_curve():
     assert area_under_curve(torch.rand(1, 3, 2), torch.tensor([[1, 1, -1]])).isnan().all()

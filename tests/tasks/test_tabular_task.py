@@ -113,7 +113,7 @@ def new_rows(tmp_path):
     return write_table(tmp_path / "new.csv", 200, seed=1, label=None)
 
 
-def test_a_table_is_scored_at_once(table, run_here, tmp_path):
+def test_a_table_is_scored_without_training(table, run_here, tmp_path):
     out, _ = run_here(*TASK, "--data-dir", table, "--label", "kind", "--save-dir", tmp_path / "run")
     assert "Evaluating the weights that come with tabular." in out
     assert "test/auc" in out and "test/ece" in out and "test/brier" in out

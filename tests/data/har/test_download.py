@@ -63,7 +63,7 @@ def assert_nothing_left(target: Path) -> None:
 
 
 @pytest.mark.parametrize("says_length", [True, False])
-def test_a_complete_download(server, target, says_length) -> None:
+def test_a_complete_download_is_kept(server, target, says_length) -> None:
     server.says_length = says_length
     num_bytes = len(CONTENT) if says_length else None
     assert get(target, server.address()) == [[server.address(), num_bytes, len(CONTENT)]]

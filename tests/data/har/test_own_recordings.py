@@ -92,7 +92,7 @@ def test_a_folder_with_only_hidden_tables_contains_no_table(tmp_path):
     assert not are_own(tmp_path)
 
 
-def test_decimal_commas_and_chosen_columns(load, tmp_path):
+def test_decimal_commas_and_chosen_columns_are_read(load, tmp_path):
     rows = [[f"{i / 4:.2f}".replace(".", ","), "note", i, "p", "ab"[i // 12]] for i in range(24)]
     path = write(tmp_path / "mine.csv", rows, ["level", "note", "t2", "who", "does"], ";")
     chosen = {"subject_column": "who", "label_column": "does", "channels": ("level",)}
@@ -192,7 +192,7 @@ SPELLINGS = [
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda spelling: "-".join(map(str, spelling.values()))[:30])
-def test_one_data_set_in_many_formats(load, tmp_path, spelling):
+def test_one_data_set_in_many_formats_is_read_equally(load, tmp_path, spelling):
     """Windows, channels, people and classes are those of the plain file; but classes that are all written 1.0 stay."""
 
     def wrote(folder, spelling):
@@ -312,7 +312,7 @@ def test_an_unreadable_clock_is_reported(load, tmp_path):
     )
 
 
-def test_rows_out_of_clock_order(load, tmp_path):
+def test_rows_out_of_clock_order_are_reported(load, tmp_path):
     """But for a clock that starts anew, one that another one explains, and what is no number."""
     names = ["time", "acc", "subject", "activity"]
     rows = [[i, i % 3, "p", "ab"[i // 12]] for i in range(24)]
@@ -417,7 +417,7 @@ def test_classes_and_people_without_a_window_are_named(load, tmp_path):
     assert "no window:" not in " ".join(remarks)
 
 
-def test_the_label_column_name_must_match_exactly(load, tmp_path):
+def test_an_exact_column_name_precedes_a_similar_one(load, tmp_path):
     names = ["activity_id", "Activity", "acc", "subject"]
     rows = [[i // 12 + 5, "ab"[i // 12], i % 3, "p"] for i in range(24)]
     assert load(write(tmp_path / "mine.csv", rows, names)).recordings.classes == ("a", "b")
@@ -518,7 +518,7 @@ def with_holes(tmp_path, holes, name="mine.csv"):
 
 
 @pytest.mark.parametrize("on_bad", ["drop", "interpolate"])
-def test_rows_with_empty_cells(load, tmp_path, on_bad):
+def test_rows_with_empty_cells_are_dropped_or_filled_in(load, tmp_path, on_bad):
     """Short holes of the wave are filled in; the long hole, one at an end and a row without a subject are not."""
     short, long = [(k, 2) for k in (10, 30, 31)], [(k, 2) for k in range(110, 140)]
     holes = [*short, *long, (199, 1), (60, 3)]

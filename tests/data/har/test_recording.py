@@ -41,7 +41,7 @@ def test_a_compressed_recording_is_read(windows, tmp_path):
     refuse_file(packed, "Not a gzipped file")
 
 
-def test_a_recording_longer_than_a_parsed_block(tmp_path):
+def test_a_recording_longer_than_a_parsed_block_is_read(tmp_path):
     rows = np.random.default_rng(0).normal(size=(9000, 9)).astype(np.float32)
     dataset = read_new_windows(save_recording(tmp_path / "long.csv", rows))
     assert len(dataset) == (9000 - 128) // 64 + 1
@@ -220,7 +220,7 @@ def test_files_without_a_recording_are_refused(content, message, tmp_path):
     refuse_file(path, message)
 
 
-def test_a_recording_shorter_than_a_window(windows, tmp_path):
+def test_a_recording_shorter_than_a_window_is_refused(windows, tmp_path):
     path = save_recording(tmp_path / "walk.csv", joined(windows)[:127])
     refuse_file(path, "has 127 rows below its line of column")
 

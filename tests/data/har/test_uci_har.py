@@ -22,7 +22,7 @@ def test_the_data_folder_or_its_parent_is_accepted(layout, cache_dir) -> None:
 
 @pytest.mark.parametrize("top", ["", "UCI HAR Dataset/"])
 @pytest.mark.parametrize("nested", [False, True])
-def test_zips_and_zips_within_zips(layout, cache_dir, top, nested) -> None:
+def test_zips_and_zips_within_zips_are_read(layout, cache_dir, top, nested) -> None:
     content = zip_folder(layout, top)
     if nested:
         content = zip_in_zip(content)
@@ -143,7 +143,7 @@ def test_a_damaged_archive_is_named(layout, cache_dir, tmp_path) -> None:
 # The real data
 
 
-def test_the_published_data_set(tmp_path) -> None:
+def test_the_published_data_set_is_read(tmp_path) -> None:
     folder = os.environ.get("LOCKSTEP_DATA")
     if not folder or not Path(folder, "uci_har", "UCI HAR Dataset.zip").is_file():
         pytest.skip("set LOCKSTEP_DATA to a folder with uci_har/UCI HAR Dataset.zip")

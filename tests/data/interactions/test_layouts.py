@@ -41,7 +41,7 @@ PARTS = {
 
 @pytest.mark.parametrize("form", PARTS)
 @pytest.mark.parametrize("in_zip", [False, True])
-def test_separate_files_for_training_validation_and_test(form, in_zip, load, tmp_path):
+def test_separate_files_define_the_split(form, in_zip, load, tmp_path):
     folder = tmp_path / "data"
     folder.mkdir()
     for name, content in PARTS[form].items():

@@ -110,7 +110,7 @@ def test_one_log_in_any_format_is_read_equally(load, form, draw) -> None:
 @pytest.mark.parametrize("separator", ["\t", " ", ",", "::", ", ", "   "])
 @pytest.mark.parametrize("columns", ["uit", "uirt"])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_separators_columns_and_line_endings(load, separator, columns, end) -> None:
+def test_separators_columns_and_line_endings_are_recognised(load, separator, columns, end) -> None:
     assert_are_the_lines(load(text(columns, separator, end)))
 
 
@@ -131,7 +131,7 @@ def test_two_columns_keep_the_order_of_the_file(load) -> None:
         ("rating,item,time,visitor", "ritu", ","),
     ],
 )
-def test_a_line_of_column_names(load, header, columns, separator) -> None:
+def test_a_line_of_column_names_is_recognised(load, header, columns, separator) -> None:
     assert_are_the_lines(load(f"{header}\n{text(columns, separator)}"))
 
 
@@ -140,7 +140,7 @@ def test_a_two_column_header_is_distinguished_from_data(load) -> None:
     assert load("ann pen\nbob pen\n", "other.txt").num_users == 2
 
 
-def test_blank_lines_byte_order_marks_and_unterminated_lines(load) -> None:
+def test_blank_lines_byte_order_marks_and_unterminated_lines_are_accepted(load) -> None:
     assert_are_the_lines(load("\ufeff\n" + text("uit").replace("\n", "\n\n").rstrip()))
 
 
@@ -300,7 +300,7 @@ def test_equal_times_keep_the_order_of_the_file(load) -> None:
     assert by_user(interactions, interactions.items) == expected
 
 
-def test_gzip(load) -> None:
+def test_a_gzip_file_is_read(load) -> None:
     assert_are_the_lines(load(gzip.compress(text("uit").encode()), "file.tsv.gz"))
 
 
@@ -314,7 +314,7 @@ def test_gzip(load) -> None:
         {"shop.csv.gz": gzip.compress(text("uit", ",").encode()), "shop.pdf": "x"},
     ],
 )
-def test_a_zip_or_folder_with_one_plausible_file(load, fresh_cache, tmp_path, members) -> None:
+def test_a_zip_or_folder_with_one_plausible_file_is_read(load, fresh_cache, tmp_path, members) -> None:
     assert_are_the_lines(load(zipped(members), "data.zip"))
     assert_are_the_lines(load(tarred(members), "data.tar.gz"))
     folder = tmp_path / "folder"
@@ -471,7 +471,7 @@ def test_line_numbers_continue_across_blocks(load, monkeypatch) -> None:
         load(HEAD + "1 2 3\n" * 99 + "1 2\n")
 
 
-def test_impossible_output_paths(load, tmp_path, fresh_cache) -> None:
+def test_paths_without_one_data_file_are_refused(load, tmp_path, fresh_cache) -> None:
     with pytest.raises(UserError, match=r"^--data-dir .*missing.txt: no such file"):
         load_interactions(tmp_path / "missing.txt", 1, fresh_cache)
     with pytest.raises(UserError, match=r"data.zip: 2 of its files could be .* found: a.txt, b.csv, c.pdf$"):

@@ -207,7 +207,7 @@ def test_tensors_shared_by_parts_of_a_split_are_moved_once(make) -> None:
     assert isinstance(train._items, torch.Tensor) and isinstance(train._lengths, np.ndarray)
 
 
-def test_no_user_to_evaluate(make) -> None:
+def test_a_split_may_have_no_user_to_evaluate(make) -> None:
     for kind in ("clean", "unseen", "parity"):
         data = make(from_lists([[1, 2], [3]], [[5, 6], [7]], 130, f"short {kind}"), eval_negatives=kind)
         assert len(data["val"]) == len(data["test"]) == 0
@@ -455,7 +455,7 @@ def test_no_training_data_is_reported(make) -> None:
 # The real data
 
 
-def test_movielens_1m(make, cache_dir) -> None:
+def test_movielens_1m_has_valid_samples_and_candidates(make, cache_dir) -> None:
     folder = os.environ.get("LOCKSTEP_DATA")
     if not folder or not Path(folder, "ml-1m", "ml-1m_complete_order.txt.gz").is_file():
         pytest.skip("set LOCKSTEP_DATA to a folder with ml-1m/ml-1m_complete_order.txt.gz")

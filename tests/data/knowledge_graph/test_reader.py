@@ -143,13 +143,13 @@ def test_ratings_are_split_by_user(load) -> None:
     assert {len(items) for items in parts[1]} == {1, 2} and 40 < len(catalogue.val) < 60
 
 
-def test_lists_of_users_may_name_unknown_users(load) -> None:
+def test_lists_of_items_may_name_items_without_interactions(load) -> None:
     more = {"item_list.txt": "org_id remap_id\n" + "".join(f"i{i} {i}\n" for i in range(7))}
     assert load(KGAT | more).num_items == 7
     assert load(KGCN | {"item_index2entity_id.txt": "x y\n" * 15}, "kgcn").num_items == 15
 
 
-def test_interactions_without_a_graph(load) -> None:
+def test_interactions_without_a_graph_are_read(load) -> None:
     catalogue = load(changed(kg_final=None))
     assert not catalogue.has_graph and catalogue.triples.shape == (0, 3)
     assert (catalogue.num_entities, catalogue.num_relations, catalogue.relation_names) == (5, 0, ())
@@ -286,7 +286,7 @@ def test_errors_of_the_kgcn_layout_are_named(load, files, message) -> None:
         load(KGCN | files)
 
 
-def test_impossible_output_paths(load, tmp_path) -> None:
+def test_paths_without_one_data_set_are_refused(load, tmp_path) -> None:
     with pytest.raises(UserError, match=r"^--data-dir .*/nowhere: no such file or folder"):
         load_catalogue(tmp_path / "nowhere", tmp_path, val_share=0.1, seed=0, selects_on_test=False)
     with pytest.raises(UserError, match=r"train.txt: has no test.txt; give a folder that contains"):
@@ -362,14 +362,14 @@ def test_published_data_sets_have_published_sizes(tmp_path, name, counts, sizes)
     assert len(catalogue.relation_names) == counts[-1]
 
 
-def test_amazon_book_without_its_graph(tmp_path) -> None:
+def test_amazon_book_is_read_without_its_graph(tmp_path) -> None:
     catalogue = load_real("kgat/amazon-book_without_kg.zip", tmp_path)
     assert (catalogue.num_users, catalogue.num_items, catalogue.num_entities) == (70679, 24915, 24915)
     assert not catalogue.has_graph and len(catalogue.train) + len(catalogue.val) == 652_514
     assert len(catalogue.test) == 193_920 and len(catalogue.val) == pytest.approx(65_251, rel=0.01)
 
 
-def test_book_crossing_ratings(tmp_path) -> None:
+def test_book_crossing_ratings_are_read(tmp_path) -> None:
     catalogue = load_real("mcclk_book", tmp_path)
     assert (catalogue.num_users, catalogue.num_items, catalogue.num_entities) == (17860, 14967, 77903)
     assert (catalogue.num_relations, len(catalogue.triples)) == (25, 151_500)

@@ -59,7 +59,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("in_zip", [False, True])
-def test_interactions_and_a_graph(form, in_zip, load):
+def test_interactions_and_a_graph_are_read(form, in_zip, load):
     found = load(FORMS[form], in_zip)
     assert (found.num_users, found.num_items, found.num_entities, found.has_graph) == (4, 8, 10, True)
     assert named(found, found.test) == {(f"u{u}", f"i{(u + 4) % 9}") for u in range(4)}  # a fifth, the latest
@@ -89,7 +89,7 @@ def test_whole_numbers_with_decimals_are_the_same_ids_in_every_file(floats, load
     assert read_users(tmp_path / "users.csv", found)[0].tolist() == [2, 0]
 
 
-def test_only_interactions_with_and_without_times(load):
+def test_interactions_without_a_graph_are_split_by_time_or_at_random(load):
     found = load({"ratings.csv": USERS})
     assert not found.has_graph and len(found.test) == 4
     assert "Test: the latest fifth of each user's items." in found.notes
@@ -111,7 +111,7 @@ def test_the_user_names_a_time_column_of_unusual_name(load):
     assert "Test: a random fifth of each user's items." in found.notes
 
 
-def test_separate_files_for_training_validation_and_test(load):
+def test_separate_files_define_the_split(load):
     head, rows = "user,item,at\n", ["a,1,7\na,2,8\nb,1,9\n", "a,3,1\n", "b,3,1\n"]  # needs no times
     found = load(dict(zip(("train.csv", "valid.csv", "test.csv"), (head + row for row in rows), strict=True)))
     assert named(found, found.test) == {("b", "3")} and len(found.train) == 3
@@ -119,7 +119,7 @@ def test_separate_files_for_training_validation_and_test(load):
         load({"more.csv": head + rows[0]} | dict.fromkeys(("train.csv", "test.csv"), head + rows[0]))
 
 
-def test_graphs_without_items_and_lines_with_missing_values(load, tmp_path):
+def test_graphs_without_items_and_lines_with_missing_values_are_refused(load, tmp_path):
     with pytest.raises(UserError, match=r"graph.csv: none of its 1 triples .*\(for example i0, i1, i2\); name"):
         load({"interactions.csv": USERS, "graph.csv": "head,relation,tail\nx,y,z\n"})
     files = {"interactions.csv": USERS + "u0,,7\n", "graph.csv": GRAPH + "i1,of,\n"}
@@ -140,7 +140,7 @@ def test_files_that_are_not_tables_are_listed_if_there_is_no_table(load):
         load({"a.txt": "{\n", "x.inter": "a\tb\n"})
 
 
-def test_users_by_name_and_unknown_ones(load, tmp_path):
+def test_users_are_read_by_name_and_unknown_ones_refused_or_skipped(load, tmp_path):
     found, path = load({"ratings.csv": USERS}), tmp_path / "users.csv"
     path.write_bytes("user_id\nu3\nnobody\nu0\n".encode("utf-16"))
     with pytest.raises(UserError, match=r"line 3: 'nobody': give the id of a user .*, such as u0, u1, u2, or skip"):

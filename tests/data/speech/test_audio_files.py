@@ -21,7 +21,7 @@ def test_16_bit_audio_round_trips_exactly():
 
 
 @pytest.mark.parametrize("num_bytes", [1, 2, 3, 4])
-def test_all_widths_of_integers(num_bytes):
+def test_all_widths_of_integers_are_decoded(num_bytes):
     bits = 8 * num_bytes
     values = [-(2 ** (bits - 1)), -1, 0, 1, 2 ** (bits - 2), 2 ** (bits - 1) - 1]
     if num_bytes == 1:  # unsigned, as the format says
@@ -33,14 +33,14 @@ def test_all_widths_of_integers(num_bytes):
 
 
 @pytest.mark.parametrize("bits", [32, 64])
-def test_floats_are_saved_exactly(bits):
+def test_floats_are_decoded_exactly(bits):
     values = np.array([-1, -0.25, 0, 1e-3, 0.5, 1.5], f"<f{bits // 8}")
     decoded, _ = decode(riff(3, bits, 1, values.tobytes()), "a.wav")
     assert np.array_equal(decoded, values.astype(np.float32))
     assert to_int16(decoded).tolist() == [-32768, -8192, 0, 33, 16384, 32767]
 
 
-def test_extensible_header():
+def test_an_extensible_header_is_read():
     extension = struct.pack("<HHI", 22, 16, 0) + struct.pack("<H", 1) + bytes(14)
     decoded, _ = decode(riff(0xFFFE, 16, 1, struct.pack("<3h", 1, -2, 3), extension=extension), "a.wav")
     assert to_int16(decoded).tolist() == [1, -2, 3]
@@ -92,7 +92,7 @@ def test_sound_beyond_full_scale_is_scaled_down_and_not_cut_off(peak, is_loud):
     np.testing.assert_allclose(scaled, samples / peak if is_loud else samples, rtol=1e-6)
 
 
-def test_a_truncated_file_is_read_or_reported():
+def test_a_file_truncated_anywhere_is_reported():
     content = riff(1, 24, 2, bytes(24))
     for length in range(len(content)):
         with pytest.raises(UnreadableAudio):
@@ -108,7 +108,7 @@ def test_other_formats_without_soundfile_say_what_to_install(name, content):
 
 @pytest.mark.skipif(not has_soundfile, reason="needs the package soundfile")
 @pytest.mark.parametrize(("form", "subtype"), [("FLAC", "PCM_16"), ("WAV", "ULAW"), ("OGG", None), ("MP3", None)])
-def test_other_formats_through_soundfile(form, subtype):
+def test_other_formats_are_decoded_by_soundfile(form, subtype):
     import soundfile
 
     tone = np.sin(np.arange(16_000) / 16_000 * 2 * np.pi * 440).astype(np.float32) / 2

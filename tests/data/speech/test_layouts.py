@@ -115,7 +115,7 @@ def test_a_transcript_in_another_encoding_is_skipped_or_read(tmp_path, noise):
     assert found.transcripts == ("Ja", "Grüße") and "b.txt: is read in the encoding cp1252" in found.found["encoding"]
 
 
-def test_kaldi_folders_with_segments_are_pointed_to_the_page(tmp_path):
+def test_kaldi_folders_are_pointed_to_the_page(tmp_path):
     for name in ("wav.scp", "text", "utt2spk"):
         (tmp_path / name).write_text("a a.wav\n")
     with pytest.raises(UserError, match=r"looks like Kaldi's files .*docs/formats.md#kaldi shows"):

@@ -92,7 +92,7 @@ def test_every_format_holds_the_same_data(load, noise, form):
     assert corpus.sample_rate == 8000 and not corpus.skipped and len(corpus) == 12
 
 
-def test_words_in_column_names_are_split(load, noise):
+def test_words_in_file_names_are_split(load, noise):
     corpus = load({f"{name}.wav": wav(noise()) for name in ("1_0_1", "0_0_0", "yes_please")})
     assert facts(corpus) == {
         "0_0_0.wav": ("0 0 0", "", ""),
@@ -135,7 +135,7 @@ def common_voice(noise, *lines):
     }  # fmt: skip
 
 
-def test_common_voice(load, noise):
+def test_common_voice_is_read(load, noise):
     corpus = load(common_voice(noise))
     assert facts(corpus) == {
         "cv/en/clips/a.wav": ('He said "so".', "e5", "train"),
@@ -207,7 +207,7 @@ def test_text_files_of_one_folder_have_no_speaker(load, noise):
     assert facts(corpus) == {"wavs/a.wav": ("a", "", ""), "wavs/B.WAV": ("b", "", "")}
 
 
-def test_names_need_not_be_strings(tmp_path, noise):
+def test_file_names_need_not_be_utf_8(tmp_path, noise):
     (tmp_path / "corpus").mkdir()
     for name in (b"a_\xff", b"b_\xff"):
         Path(os.fsdecode(bytes(tmp_path / "corpus") + b"/" + name + b".wav")).write_bytes(wav(noise()))
@@ -407,7 +407,7 @@ def test_a_manifest_cannot_lead_out_of_an_archive(load, sound):
         load({"train.jsonl": manifest(entry(sound)), "x": ""}, as_zip)
 
 
-def test_utterances_missing_from_an_archive_are_counted(tmp_path, noise):
+def test_damaged_utterances_of_an_archive_are_counted(tmp_path, noise):
     samples = [noise(2_000) for _ in range(3)]
     path = as_zip(tmp_path / "corpus", {f"{i}_0.wav": wav(x) for i, x in enumerate(samples)})
     content = path.read_bytes()
@@ -488,7 +488,7 @@ def test_cache_that_cannot_be_written_to_is_named(tmp_path, noise):
 # --- new recordings ----------------------------------------------------------------------------------------------
 
 
-def test_new_recordings_in_a_folder(tmp_path, noise):
+def test_new_recordings_in_a_folder_are_read(tmp_path, noise):
     samples = [noise(100), noise(60)]
     as_folder(tmp_path, {"b.wav": wav(samples[0]), "a/c.WAV": wav(samples[1], 16_000), "x.txt": "-"})
     corpus = read_recordings(tmp_path, 8_000)
@@ -497,7 +497,7 @@ def test_new_recordings_in_a_folder(tmp_path, noise):
     assert corpus.transcripts == corpus.speakers == ("", "")
 
 
-def test_a_new_recording_in_a_file(tmp_path, noise):
+def test_a_new_recording_in_a_file_is_read(tmp_path, noise):
     (tmp_path / "a.wav").write_bytes(wav(noise(10)))
     corpus = read_recordings(tmp_path / "a.wav", 8_000)
     assert corpus.names == ("a.wav",) and len(corpus.utterance(0)) == 10

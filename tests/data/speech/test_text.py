@@ -24,7 +24,7 @@ from trainer.common.errors import UserError
         ("_ - '", ""),
     ],
 )
-def test_urls_are_normalised(text, normal):
+def test_text_is_normalised(text, normal):
     assert normalise(text) == normal
 
 
@@ -57,7 +57,7 @@ def test_symbols_do_not_depend_on_the_order_of_transcripts():
     assert Alphabet.from_transcripts(["Two one", "two"], "words").symbols == ("one", "two")
 
 
-def test_alphabet_of_a_file(tmp_path):
+def test_an_alphabet_is_read_from_a_file(tmp_path):
     file = tmp_path / "alphabet.txt"
     file.write_text("<space>\nA\nB\n'\n")
     alphabet = Alphabet.from_file(file, "characters")
@@ -99,5 +99,5 @@ def test_a_symbol_outside_the_alphabet_is_named(units, missing):
 
 
 @pytest.mark.parametrize(("symbols", "frames"), [([], 0), ([3], 1), ([1, 2], 2), ([1, 1], 3), ([1, 1, 1, 2, 2], 8)])
-def test_the_shortest_frames(symbols, frames):
+def test_shortest_frames_count_blanks_between_equal_symbols(symbols, frames):
     assert shortest_frames(np.array(symbols, np.int64)) == frames

@@ -28,7 +28,7 @@ def standardised(number: float) -> float:
     return (number - 3) / np.std([1, 2, 6])
 
 
-def test_numbers_categories_and_missing_values(read, encoding) -> None:
+def test_numbers_categories_and_missing_values_are_encoded(read, encoding) -> None:
     assert_rows(
         encoding.encode(read(TRAIN)), (standardised(1), 0), (standardised(2), 1), (standardised(6), np.nan), (np.nan, 0)
     )
@@ -62,7 +62,7 @@ def test_only_training_rows_count(read) -> None:
     assert np.isnan(encoding.encode(table.features)[2, 1])
 
 
-def test_numeric_looking_categories_and_arrays(read, read_arrays) -> None:
+def test_numeric_looking_categories_and_arrays_are_encoded(read, read_arrays) -> None:
     table = labelled_table(read("x,y\n1,a\n2,b\n3,a\nother,b\n"), "y")
     encoding = Encoding.fit(table.features, table.labels)
     assert encoding.columns[0].categories == ("1", "2", "3", "other")
@@ -106,7 +106,7 @@ def test_the_encoding_survives_json(read, encoding) -> None:
     assert Encoding.from_dict(earlier) == encoding
 
 
-def test_a_column_that_is_empty_in_training_rows(read) -> None:
+def test_a_column_that_is_empty_in_training_rows_is_encoded(read) -> None:
     table = labelled_table(read("n,t,y\n,,a\n,,b\n1,x,a\n2,z,b\n"), "y")
     encoding = Encoding.fit(table.features.take(np.array([0, 1])), table.labels)
     assert Encoding.from_dict(asdict(encoding)) == encoding

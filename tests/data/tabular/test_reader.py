@@ -38,7 +38,7 @@ def assert_is_the_table(table: Table) -> None:
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", ", ", " ; "])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_separators_and_line_endings(read, delimiter, end) -> None:
+def test_separators_and_line_endings_are_recognised(read, delimiter, end) -> None:
     assert_is_the_table(read(PLAIN.replace(",", delimiter).replace("\n", end)))
 
 
@@ -52,11 +52,11 @@ def test_separators_and_line_endings(read, delimiter, end) -> None:
         ' age , town , y \n 31 , Rome , a \n 42 , "Oslo", b \n ? , Rome , a \n',
     ],
 )
-def test_byte_order_mark_blank_lines_quotes_and_spaces(read, content) -> None:
+def test_byte_order_mark_blank_lines_quotes_and_spaces_are_accepted(read, content) -> None:
     assert_is_the_table(read(content))
 
 
-def test_gzip(read) -> None:
+def test_a_gzip_file_is_read(read) -> None:
     assert_is_the_table(read(gzip.compress(PLAIN.encode()), "t.csv.gz"))
 
 
@@ -66,12 +66,12 @@ def test_cells_may_contain_separators_quotes_and_line_breaks(read) -> None:
 
 
 @pytest.mark.parametrize("missing", ["", "?", "NA", "NaN", "null", "nan", "<NA>", '""', "  "])
-def test_every_spelling_of_a_missing_value(read, missing) -> None:
+def test_every_spelling_of_a_missing_value_is_recognised(read, missing) -> None:
     table = read(f"n,t,y\n1,p,a\n{missing},{missing},b\n3,q,a\n")
     assert values(table, "n") == [1, None, 3] and values(table, "t") == ["p", None, "q"]
 
 
-def test_a_decimal_comma_beside_semicolons(read) -> None:
+def test_a_decimal_comma_beside_semicolons_is_read(read) -> None:
     assert values(read("x;y\n1,5;a\n-2,25e1;b\n"), "x") == [1.5, -22.5]
     assert values(read("x\ty\n1,5\ta\n2,5\tb\n"), "x") == [1.5, 2.5]
 
@@ -132,14 +132,14 @@ def test_infinite_numbers_are_missing_values(read, text) -> None:
         ("192.168.1.1", False),
     ],
 )
-def test_dates(read, text, is_date) -> None:
+def test_dates_are_recognised(read, text, is_date) -> None:
     assert read(f"x,y\n{text},a\n,b\n").column("x").typed().is_date() == is_date
 
 
 # Arrays
 
 
-def test_arrays_of_numbers(read_arrays) -> None:
+def test_arrays_of_numbers_are_read(read_arrays) -> None:
     features = np.array([[1, 2.5], [np.nan, np.inf]], np.float32)
     table = read_arrays(X=features, y=np.array([3, 1]))
     assert table.names == ("x0", "x1", "y")
@@ -147,7 +147,7 @@ def test_arrays_of_numbers(read_arrays) -> None:
     assert table.column("y").distinct_texts == ["1", "3"]
 
 
-def test_arrays_of_strings_and_names(read_arrays) -> None:
+def test_arrays_of_strings_and_names_are_read(read_arrays) -> None:
     table = read_arrays(X=np.array([["1", "p"], ["2", ""]]), names=np.array(["n", "t"]))
     assert table.names == ("n", "t")
     assert values(table, "n") == [1, 2] and values(table, "t") == ["p", None]
@@ -184,13 +184,13 @@ def test_arrays_in_memory_may_have_any_values() -> None:
         ({"X": np.array([[object()]])}, "contains Python objects; no code in the file was run"),
     ],
 )
-def test_arrays_that_are_not_tables(read_arrays, arrays, message) -> None:
+def test_arrays_that_are_not_tables_are_refused(read_arrays, arrays, message) -> None:
     with pytest.raises(UserError, match="^--data-dir .*t.npz: .*" + message) as caught:
         read_arrays(**arrays)
     assert "\n" not in str(caught.value)
 
 
-def test_damaged_arrays(read, tmp_path) -> None:
+def test_damaged_arrays_are_refused(read, tmp_path) -> None:
     np.savez(tmp_path / "whole.npz", X=np.arange(1000.0).reshape(10, 100))
     whole = (tmp_path / "whole.npz").read_bytes()
     flipped = bytearray(whole)
@@ -239,7 +239,7 @@ def test_a_file_that_cannot_be_read_is_named_with_line_and_reason(read, content,
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
 
-def test_unreadable_paths(tmp_path) -> None:
+def test_paths_without_a_table_are_refused(tmp_path) -> None:
     with pytest.raises(UserError, match=r"^--predict .*none.csv: no such file or folder; give a CSV"):
         read_table(tmp_path / "none.csv", "--predict")
     (tmp_path / "inside").mkdir()
@@ -248,7 +248,7 @@ def test_unreadable_paths(tmp_path) -> None:
         read_table(tmp_path)
 
 
-def test_damaged_gzip_files_and_files_of_other_types(read) -> None:
+def test_damaged_gzip_files_and_files_of_other_types_are_refused(read) -> None:
     packed = gzip.compress(("a,b\n" + "".join(f"{i},{i * i}\n" for i in range(5000))).encode())
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
@@ -269,7 +269,7 @@ def real(name: str) -> Path:
     return path
 
 
-def test_a_real_table_with_semicolons_and_quotes() -> None:
+def test_a_real_table_with_semicolons_and_quotes_is_read() -> None:
     table = read_table(real("bank_additional_full.semicolon.csv.gz"))
     assert (table.num_rows, len(table.columns)) == (41188, 21)
     assert np.bincount(table.column("y").values.astype(int)).tolist() == [36548, 4640]
@@ -277,7 +277,7 @@ def test_a_real_table_with_semicolons_and_quotes() -> None:
     assert not any(column.is_missing.any() for column in table.columns)
 
 
-def test_a_real_table_with_missing_values() -> None:
+def test_a_real_table_with_missing_values_is_read() -> None:
     table = read_table(real("titanic.csv"))
     assert sum(int(column.is_missing.sum()) for column in table.columns) == 869
     assert table.column("age").typed().texts is None

@@ -55,7 +55,7 @@ def test_scores_equal_their_definitions(labels, probabilities) -> None:
     assert scores(labels, probabilities) == pytest.approx(expected, abs=1e-12)
 
 
-def test_ties_of_different_kinds_by_hand() -> None:
+def test_the_auc_of_ties_equals_values_by_hand() -> None:
     """As sklearn.metrics.roc_auc_score has them."""
     labels = np.array([0, 1, 0, 1])
     for probability, expected in [([0.1, 0.2, 0.3, 0.4], 0.75), ([0.5] * 4, 0.5), ([0.1, 0.5, 0.5, 0.5], 0.75)]:
@@ -71,7 +71,7 @@ def test_the_auc_ignores_classes_without_rows() -> None:
         assert math.isnan(auc(np.zeros(3, int), np.full((3, 3), 1 / 3)))
 
 
-def test_extreme_inputs() -> None:
+def test_best_and_worst_predictions_have_extreme_scores() -> None:
     labels = np.array([0, 1, 2])
     best, worst = np.eye(3), np.eye(3)[[1, 2, 0]]
     assert scores(labels, best) == {"accuracy": 1, "auc": 1, "log_loss": 0, "brier": 0, "ece": 0}

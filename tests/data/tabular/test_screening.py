@@ -138,7 +138,7 @@ def test_classes_are_sorted_as_numbers_or_text(screen) -> None:
     assert screen(y=["x", *numbers[1:]]).labels.classes == ("-1.5", "10", "1e1", "9", "x")
 
 
-def test_labels_given_as_arrays(read_arrays) -> None:
+def test_labels_given_as_arrays_are_classes(read_arrays) -> None:
     table = labelled_table(read_arrays(X=np.arange(40.0).reshape(20, 2) ** 2, y=np.arange(20) % 2 == 0), "y")
     assert table.labels.classes == ("False", "True") and table.labels.values[:3].tolist() == [1, 0, 1]
 

@@ -45,7 +45,7 @@ def doubt(*texts: str, counts=None) -> str:
         (["\u22125", "7"], [-5, 7]),
     ],
 )
-def test_every_number_format_that_a_cell_proves(texts, numbers) -> None:
+def test_every_number_format_that_a_cell_proves_is_read(texts, numbers) -> None:
     assert read_as(*texts) == pytest.approx(numbers, rel=1e-15)
 
 
@@ -106,7 +106,7 @@ def test_a_rare_spelling_of_a_number_is_not_parsed() -> None:
 
 
 @pytest.mark.parametrize("mark", MARKS)
-def test_any_number_of_missing_value_marks_among_numbers(read, mark) -> None:
+def test_any_number_of_missing_value_marks_among_numbers_is_accepted(read, mark) -> None:
     column = read("x,y\n1.5,a\n2.5,b\n" + f"{mark},a\n" * 98).column("x").typed()
     assert column.texts is None and column.is_missing.sum() == 98
 

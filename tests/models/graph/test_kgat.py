@@ -352,7 +352,7 @@ def test_autocast_changes_nothing():
         torch.testing.assert_close(everything(), expected, rtol=0, atol=0)
 
 
-def test_every_relation_has_triples_in_training():
+def test_the_small_graph_has_parallel_edges_and_every_relation():
     """The small graph has what the tests above are about."""
     pairs = [edge[:2] for edge in EDGES]
     assert max(pairs.count(pair) for pair in pairs) >= 3

@@ -152,7 +152,7 @@ def test_has_the_stated_number_of_parameters(build, num_parameters) -> None:
 
 @pytest.mark.parametrize("build", MODELS)
 @pytest.mark.parametrize("length", [17, 18, 19, 20, 128])
-def test_shapes_and_options(build, length) -> None:
+def test_shapes_and_options_are_as_given(build, length) -> None:
     net = build(num_channels=5, num_classes=4, dropout=0.3)
     assert net(torch.randn(2, 5, length)).shape == (2, 4)
     assert net.dropout.p == 0.3
@@ -203,7 +203,7 @@ def test_closed_gates_learn_to_open() -> None:
 
 
 @pytest.mark.parametrize("build", MODELS)
-def test_dropout_in_training_only(build) -> None:
+def test_dropout_is_active_only_in_training(build) -> None:
     x = windows(4, length=32)
     net = model(build).eval()
     assert torch.equal(net(x), net(x))

@@ -128,7 +128,7 @@ def test_models_without_buffers_need_no_synchronisation() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_shapes_and_options(mode) -> None:
+def test_shapes_and_options_are_as_given(mode) -> None:
     net = HarNet(mode, num_channels=4, num_classes=3, hidden_dims=(20, 10), dropout=0.5, widths=(8, 16))
     assert net(torch.randn(2, 4, 33)).shape == (2, 3)
     assert [m.out_features for m in net.heads[0] if isinstance(m, nn.Linear)] == [20, 10, 3]

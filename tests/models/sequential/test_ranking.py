@@ -190,7 +190,7 @@ def test_autocast_rounds_only_the_scores_of_full_softmax(name):
         (4000, 1.0, 1.0),  # drawn with repetition, there can be more negatives than items: no rate exceeds 1
     ],
 )
-def test_weight_of_the_positive_in_gbce(num_negatives, calibration, beta):
+def test_the_positive_in_gbce_has_its_published_weight(num_negatives, calibration, beta):
     torch.manual_seed(0)
     num_items, target = 3416, 7
     state, table = torch.randn(WIDTH).double(), torch.randn(num_items + 1, WIDTH).double()
@@ -258,7 +258,7 @@ def test_minus_infinity_removes_an_item():
         (0.0, [], 0),
     ],
 )
-def test_scores_that_are_not_finite(target, others, place):
+def test_scores_that_are_not_finite_never_look_good(target, others, place):
     """Broken weights must never look good: not a number is the worst for a target and the best for a rival."""
     assert place_of_target(torch.tensor([target]), torch.tensor([others])).tolist() == [place]
 

@@ -27,7 +27,7 @@ def best_path(log_probs, ids):
 @pytest.mark.parametrize("ids", [(), (1,), (2, 1), (1, 1), (2, 2, 1), (1, 2, 1, 2)])
 @pytest.mark.parametrize("num_frames", [5, 6])
 @pytest.mark.parametrize("seed", range(3))
-def test_beam_search_finds_the_most_probable_transcript(ids, num_frames, seed):
+def test_the_most_probable_alignment_is_found(ids, num_frames, seed):
     log_probs = random_log_probs(num_frames, 3, seed)
     found = align(log_probs, np.array(ids, np.int64))
     runs, t = [], 0

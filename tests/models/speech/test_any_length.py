@@ -22,7 +22,7 @@ SAMPLE_RATE = 8000
         lambda: AttentionLMU(8, 16, 2, 2, memory_size=8, theta=10.0),
     ],
 )
-def test_streaming_transcripts_equal_the_recognisers(encoder, num_samples):
+def test_the_exported_form_answers_as_the_recogniser(encoder, num_samples):
     model = SpeechRecogniser(LogMel(SAMPLE_RATE, 8), encoder(), num_symbols=7).eval()
     audio = torch.randn(3, num_samples)
     lengths = torch.tensor([num_samples, num_samples // 2, 90])

@@ -106,7 +106,7 @@ def test_an_unalignable_utterance_is_reported_and_has_no_loss():
 
 
 @BOTH
-def test_decoding_an_utterance_of_no_frames(loss):
+def test_an_utterance_of_no_frames_has_zero_loss(loss):
     log_probs = torch.randn(2, 3, 4).log_softmax(2)
     losses = loss(log_probs, torch.tensor([0, 3]), torch.zeros(2, 1, dtype=torch.int64), torch.tensor([0, 0]))
     assert losses[0] == 0 and losses[1].item() == pytest.approx(-log_probs[1, :, 0].sum().item())
@@ -119,7 +119,7 @@ def test_low_precision_values_are_summed_in_float32():
     assert losses.dtype == torch.float32 and torch.equal(losses, ctc_loss(log_probs.float(), *batch)[0])
 
 
-def test_the_gradient_for_gpus_equals_the_log_probabilities_gradient():
+def test_the_gradient_of_the_loss_for_gpus_equals_finite_differences():
     logits, lengths, targets, _ = make_batch(3, 6, 3, 2)
     log_probs = logits.log_softmax(2).requires_grad_()
     assert torch.autograd.gradcheck(lambda p: loss_without_waiting(p, lengths, targets), log_probs)

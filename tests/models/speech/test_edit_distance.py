@@ -64,7 +64,7 @@ def test_words_are_compared_whole():
     assert [e.kind for e in align(reference, hypothesis)] == ["equal", "substitution", "equal", "deletion"]
 
 
-def test_auc_without_pairs_and_with_unequal_numbers():
+def test_no_pairs_give_no_counts_and_unequal_numbers_are_refused():
     assert count_edits([], []).edits.shape == (0,)
     with pytest.raises(ValueError, match="argument"):
         count_edits([["a"]], [])

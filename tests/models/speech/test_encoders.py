@@ -39,7 +39,7 @@ def features(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_size_of_the_recurrent_recogniser():
+def test_the_recurrent_recogniser_has_the_stated_size():
     encoder = AttentionLMU()
     assert sum(p.numel() for p in encoder.parameters()) + encoder.out_features * 34 + 34 == 7_158_818
 

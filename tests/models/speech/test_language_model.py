@@ -54,7 +54,7 @@ def written(tmp_path):
         ([], "a", -0.25),
     ],
 )
-def test_scores_by_hand(written, history, word, log10):
+def test_scores_equal_values_by_hand(written, history, word, log10):
     assert read_arpa(written(BY_HAND)).score(history, word) == pytest.approx(log10 * math.log(10), rel=1e-15)
 
 
@@ -69,12 +69,12 @@ def test_probabilities_sum_to_one_after_every_history(written, order):
             assert total == pytest.approx(1, rel=1e-9), history
 
 
-def test_a_word_missing_from_a_closed_language_model(written):
+def test_a_word_missing_from_a_closed_language_model_scores_low(written):
     text = BY_HAND.replace("-2\t<unk>\n", "").replace("1=4", "1=3")
     assert read_arpa(written(text)).score(["<s>"], "z") == pytest.approx((-0.5 - 100) * math.log(10))
 
 
-def test_compressed_files(tmp_path, written):
+def test_a_compressed_file_is_read(tmp_path, written):
     path = tmp_path / "model.arpa.gz"
     path.write_bytes(gzip.compress(BY_HAND.encode()))
     assert read_arpa(path) == read_arpa(written(BY_HAND))

@@ -41,7 +41,7 @@ def test_zero_order_hold_solves_the_differential_equation(memory_size, theta):
     torch.testing.assert_close(a_d, step, rtol=0, atol=1e-8)
 
 
-def test_memory_use_is_constant():
+def test_the_discrete_system_is_stable():
     for memory_size, theta in ((8, 16.0), (128, 784.0), (128, 1000.0)):
         a_d, _ = discrete_system(memory_size, theta)
         assert torch.linalg.eigvals(a_d).abs().max() < 0.99

@@ -68,7 +68,7 @@ def test_pieces_give_the_result_of_the_whole():
     torch.testing.assert_close(state, (h, m), rtol=0, atol=1e-13)
 
 
-def test_size_of_the_layer_in_the_paper():
+def test_the_layer_of_the_paper_has_its_size():
     lmu = LMU(1, 212, 256, 784)
     assert sum(parameter.numel() for parameter in lmu.parameters()) + 212 * 10 + 10 == 102_027
 

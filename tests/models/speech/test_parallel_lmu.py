@@ -113,7 +113,7 @@ def test_gradient_flows_through_the_state():
 
 
 @pytest.mark.usefixtures("form")
-def test_the_newest_checkpoint_is_named_last():
+def test_the_last_output_equals_the_last_of_all_outputs():
     lmu, x = layer(), inputs(3, 40, 3).requires_grad_()
     weights = inputs(3, 5, seed=2)
     torch.testing.assert_close(lmu.last(x), lmu(x)[:, -1], rtol=0, atol=1e-12)

@@ -85,7 +85,7 @@ def test_only_adapters_learn() -> None:
     assert all(p.grad.abs().max() > 0 for name, p in net.named_parameters() if name in adapters)
 
 
-def test_autocast() -> None:
+def test_adapters_compute_under_autocast() -> None:
     net, x = Net(), torch.randn(4, 5, 6)
     add_adapters(net, rank=2)
     trained(net, x, num_steps=3)

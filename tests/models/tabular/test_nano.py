@@ -114,7 +114,7 @@ def test_the_scale_of_a_column_does_not_matter():
 # --- sizes ---------------------------------------------------------------------------------------------------------
 
 
-def test_default_size():
+def test_the_default_model_has_less_than_a_million_parameters():
     assert sum(p.numel() for p in NanoTabular().parameters()) < 1_000_000
 
 

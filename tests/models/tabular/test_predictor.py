@@ -236,7 +236,7 @@ def test_lower_nodes_use_all_fitting_rows_of_their_classes() -> None:
 
 
 @pytest.mark.parametrize("num_queries", [0, 1, 63, 64, 65])
-def test_few_queries(num_queries) -> None:
+def test_few_queries_are_predicted_equally(num_queries) -> None:
     context, labels, queries = table(3)
     found = predict(Smooth(), context, labels, queries[:num_queries], 3, max_cells=1)
     expected = predict(Smooth(), context, labels, queries, 3)[:num_queries]

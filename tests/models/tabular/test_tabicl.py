@@ -27,7 +27,7 @@ def tabicl(**options) -> TabICL:
     return model.double()
 
 
-def test_size_of_the_published_configuration():
+def test_the_published_configuration_has_its_size():
     with torch.device("meta"):
         model = TabICL()
     assert sum(p.numel() for p in model.parameters()) == 27_051_658

@@ -45,7 +45,7 @@ def test_seeds_attempts_and_calls_differ(name):
     assert len(drawn) >= len(others) - (name == "of_some")  # `of` gives the same numbers again
 
 
-def test_distributions():
+def test_draws_have_their_distributions():
     random = TableRandom(0, np.arange(500), 0)
     uniform, normal = random.uniform(200), random.normal(200)
     assert uniform.min() >= 0 and uniform.max() < 1 and abs(uniform.mean() - 0.5) < 0.005

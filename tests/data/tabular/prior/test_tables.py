@@ -122,14 +122,14 @@ def test_context_has_every_class(settings):
         PriorSettings(version=2, rows=(2000, 2048), features=(60, 60), tables_per_shape=2),
     ],
 )
-def test_extreme_sizes(settings):
+def test_tables_of_extreme_sizes_are_valid(settings):
     batch = take(PriorTables(settings, 0, 12), np.arange(12))
     assert not np.isinf(batch["context"]).any() and (batch["num_classes"] >= 2).all()
     assert (batch["num_classes"] <= settings.classes).all()
 
 
 @pytest.mark.parametrize(("version", "num_tables"), [(1, 600), (2, 200)])
-def test_shares_of_kinds(version, num_tables):
+def test_kinds_of_tables_occur_in_their_shares(version, num_tables):
     batch = take(PriorTables(PriorSettings(version=version), 1, num_tables), np.arange(num_tables))
     assert 0.45 < (batch["num_classes"] == 2).mean() < 0.75 and set(batch["num_classes"]) == set(range(2, 11))
     tables = [table(batch, i)["context"] for i in range(num_tables)]
@@ -175,7 +175,7 @@ def test_a_table_of_one_class_is_drawn_again(monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 4, 6])
-def test_batches_of_similar_lengths_are_bounded(count):
+def test_the_largest_batch_is_found(count):
     tables = PriorTables(SETTINGS, 3, 40, fresh_each_epoch=True)
     for epoch in (0, 2):
         sizes = [cells(take(tables, np.arange(start, start + count), epoch)) for start in range(40 - count + 1)]

@@ -59,7 +59,7 @@ def test_other_rows_are_shuffled():
     assert abs(correlation.mean()) < 0.03
 
 
-def test_nearest_prototype_against_distances():
+def test_the_nearest_prototype_has_the_least_distance():
     random = TableRandom(2, np.arange(20), 0)
     units = random.normal(5, 64)
     rows, num_prototypes = random.integer(0, 63, _MOST_PROTOTYPES), random.integer(1, 30, 1)
