@@ -222,6 +222,22 @@ def test_a_resume_with_another_loss_warns(tmp_path, capsys):
     assert line.startswith("Changed since the checkpoint: --loss nll (") and "<lambda>" in line
 
 
+def scaled(model, batch, by=1.0):
+    return by * nll(model, batch)
+
+
+def test_changed_numbers_settings_and_layers_are_reported(tmp_path, capsys):
+    def changes(by, momentum, act, max_steps):
+        model, optimizer = nn.Sequential(net(), act), partial(torch.optim.SGD, momentum=momentum)
+        fit(tmp_path, model=model, loss=partial(scaled, by=by), optimizer=optimizer, max_steps=max_steps)
+        out = capsys.readouterr().out
+        return [name for name in ("--loss", "--network", "--given-optimizer") if name in out]
+
+    assert changes(1.0, 0.9, nn.ReLU(), 2) == changes(1.0, 0.9, nn.ReLU(), 2) == []
+    assert changes(2.0, 0.9, nn.ReLU(), 2) == ["--loss"]
+    assert changes(1.0, 0.5, nn.Tanh(), 4) == ["--network", "--given-optimizer"]
+
+
 @pytest.mark.parametrize(
     ("before", "after", "message"),
     [

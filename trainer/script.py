@@ -3,11 +3,13 @@
 import copy
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -35,7 +37,9 @@ OF_NAMED_OPTIMIZERS = ("weight_decay", "betas", "eps", "momentum", "nesterov")
 class ScriptFlags(FlagGroup):
     """Task: a script"""
 
-    loss: str = flag("", "name of the loss function and a checksum of its source code; set by fit", local=True)
+    loss: str = flag("", "loss function, with a checksum of its source code and numbers; set by fit", local=True)
+    network: str = flag("", "class of the model, with a checksum of its structure; set by fit", local=True)
+    given_optimizer: str = flag("", "functools.partial of an optimizer, with a checksum; set by fit", local=True)
 
 
 @dataclass(frozen=True)
@@ -146,19 +150,47 @@ def task_of(model: nn.Module, train: Any, loss: Loss, settings: dict[str, Any]) 
     if not all(parameter.is_leaf for parameter in own.parameters()):
         raise UserError("fit: cannot copy a model made by torch.jit; pass the model from which it was made")
     function = loss.func if isinstance(loss, partial) else loss
-    settings["loss"] = _identity(function)
-    job = Job(own, loss, sources, names, collate, _builder(optimizer, settings), remarks)
+    settings["loss"] = _identity(loss)
+    settings["network"] = _with_digest(type(own).__qualname__, re.sub(" at 0x[0-9a-f]+", "", str(own)))
+    build = _builder(optimizer, settings)
+    if isinstance(build, partial):
+        settings["given_optimizer"] = _with_digest(build.func.__qualname__, _plain(build.keywords.items()))
+    job = Job(own, loss, sources, names, collate, build, remarks)
     return type(SCRIPT, (Script,), {"job": job, "__module__": getattr(function, "__module__", "__main__")})
 
 
-def _identity(function: Any) -> str:
-    """Returns a function's qualified name, followed by a digest of its source code if the source can be read."""
+def _identity(given: Any) -> str:
+    """Returns a loss function's qualified name, followed by a digest.
+
+    The digest covers its source code, and plain values, such as numbers, in the arguments of a functools.partial, in
+    the outer variables of a function, or in the attributes of a callable object.
+    """
+    function = given.func if isinstance(given, partial) else given
     named = function if hasattr(function, "__qualname__") else type(function)
-    try:
-        source = inspect.getsource(named)
-    except (OSError, TypeError):
-        return str(named.__qualname__)
-    return f"{named.__qualname__} ({hashlib.sha256(source.encode()).hexdigest()[:8]})"
+    read: list[object] = [*given.args, *given.keywords.items()] if isinstance(given, partial) else []
+    if isinstance(function, FunctionType):
+        with suppress(ValueError):  # an outer variable that has no value yet
+            outside = inspect.getclosurevars(function)
+            read += [*outside.nonlocals.items(), *outside.globals.items()]
+    else:
+        read += getattr(function, "__dict__", {}).items()
+    with suppress(OSError, TypeError):
+        read.append(inspect.getsource(named))
+    return _with_digest(named.__qualname__, _plain(read))
+
+
+def _plain(values: Iterable[object]) -> str:
+    return repr(sorted(repr(value) for value in values if _is_plain(value)))
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple | list):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | int | float)
+
+
+def _with_digest(name: str, text: str) -> str:
+    return f"{name} ({hashlib.sha256(text.encode()).hexdigest()[:8]})"
 
 
 @torch.no_grad()
