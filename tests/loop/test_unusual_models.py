@@ -198,6 +198,14 @@ def test_invalid_weights_of_samples_are_refused(weight, refused, tmp_path):
     )
 
 
+def test_an_epoch_without_loss_terms_is_reported(run_here, tmp_path):
+    (tmp_path / "none.py").write_text(SEMI.replace("WEIGHT(labelled)", "labelled * (len(self) < 20)"))
+    out, _ = run_here(
+        "--task", f"{tmp_path / 'none.py'}:Semi", *RUN[2:-1], "--epochs", 1, "--save-dir", tmp_path / "run"
+    )
+    assert "Epoch 1 trained nothing: the weights of all samples are 0." in out
+
+
 EVALUATED = """
 from tests.helpers.shaped_task import *
 

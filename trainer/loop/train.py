@@ -232,6 +232,8 @@ def report(run: Run, at_start: bool = False) -> None:
     validation = validate(run) if at_start or plan.validates_after(num_epochs, progress.step) else {}
     try:
         metrics = {} if at_start else training_metrics(task, group, progress.totals)
+        if ends_epoch and not metrics:
+            run.log.say(f"Epoch {num_epochs} trained nothing: the weights of all samples are 0.")
         metrics |= metrics_of(task, group, validation)
         value = monitored(task, metrics) if validation else None
         if validation:
