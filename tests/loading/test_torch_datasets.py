@@ -306,7 +306,15 @@ def test_a_dictionary_of_arrays_is_a_data_set():
     assert np.array_equal(batch["x"].numpy(), arrays["x"][[4, 0]]) and batch["y"].tolist() == [4, 0]
 
 
-@pytest.mark.parametrize("arrays", [{"x": np.zeros(3), "y": np.zeros(4)}, {"x": np.zeros(3), "n": 3}, {}, {"x": [{}]}])
+@pytest.mark.parametrize("arrays", [{"x": np.zeros(3), "y": np.zeros(4)}, {"x": np.zeros(3), "n": 3}, {}])
 def test_values_that_are_not_arrays_of_one_length_are_refused(arrays):
     with pytest.raises(UserError, match="from_dataset: all values of a dictionary must be arrays of equal length"):
         from_dataset(arrays, seed=0)
+
+
+@pytest.mark.parametrize("array", [[{}], np.array(["a", "b"]), np.arange(4)[::-1], np.arange(4).astype(">i4")])
+def test_an_array_that_is_not_a_tensor_is_refused_with_the_reason(array):
+    with pytest.raises(
+        UserError, match=r"torch cannot convert 'x' to a tensor \((Type|Value|Runtime)Error: .+\); pass"
+    ):
+        from_dataset({"x": array}, seed=0)

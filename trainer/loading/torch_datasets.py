@@ -191,15 +191,22 @@ class _KeyedTensors(Movable):
 
 def _of_arrays(arrays: Mapping[str, Any]) -> _KeyedTensors:
     """Makes a data set from a dictionary of arrays. Raises UserError for values that are not arrays of equal length."""
-    try:
-        tensors = {name: torch.as_tensor(array) for name, array in arrays.items()}
-        (length,) = {len(tensor) for tensor in tensors.values()}
-    except (RuntimeError, TypeError, ValueError):
-        found = ", ".join(f"{name} {getattr(array, 'shape', type(array).__name__)}" for name, array in arrays.items())
+    tensors = {}
+    for name, array in arrays.items():
+        try:
+            tensors[name] = torch.as_tensor(array)
+        except (KeyError, RuntimeError, TypeError, ValueError) as error:
+            account = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise UserError(
+                f"from_dataset: torch cannot convert {name!r} to a tensor ({account}); pass a NumPy array of numbers"
+            ) from None
+    lengths = {tensor.shape[:1] for tensor in tensors.values()}
+    if len(lengths) != 1 or () in lengths:
+        found = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
         raise UserError(
             f"from_dataset: all values of a dictionary must be arrays of equal length; found {found or 'nothing'}"
-        ) from None
-    return _KeyedTensors(tensors, length)
+        )
+    return _KeyedTensors(tensors, lengths.pop()[0])
 
 
 def _tensors_of(dataset: Any) -> tuple[Tensor, ...] | None:
