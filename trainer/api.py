@@ -115,7 +115,9 @@ class SavedRun:
         to the batch's first tensor. batch_size: samples per forward pass. Raises UserError for runs of fit(task, ...).
         """
         if self.task is None or not issubclass(self.task, Script):
-            raise UserError(f"{self.path}: predict() supports only runs of fit(model, ...); run main.py with --predict")
+            raise UserError(
+                f"{self.path}: predict() needs the run that fit(model, ...) returned; for a run of a task, use main.py --predict"
+            )
         return predicted(self.task, self.load(), dataset, outputs, batch_size)
 
 
