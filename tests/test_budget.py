@@ -14,7 +14,7 @@ LINES_AND_FILES = {
     "logs": (794, 6),
     "loop": (6625, 30),
     "parallel": (3023, 14),
-    "trainer": (2875, 8),
+    "trainer": (2876, 8),
 }
 """Of each room of trainer/ but profiling; "trainer" is the files in none."""
 BENCHMARKS = 5094

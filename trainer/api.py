@@ -116,7 +116,8 @@ class SavedRun:
         """
         if self.task is None or not issubclass(self.task, Script):
             raise UserError(
-                f"{self.path}: predict() needs the run that fit(model, ...) returned; for a run of a task, use main.py --predict"
+                f"{self.path}: predict() needs the run that fit(model, ...) returned; for a run of a task, use "
+                "main.py --predict"
             )
         return predicted(self.task, self.load(), dataset, outputs, batch_size)
 
