@@ -178,14 +178,14 @@ CHOSEN = (
     "tests/checkpoint/test_earlier_versions.py",
     "tests/commands/test_predict.py::test_the_written_table_equals_the_models_predictions",
 )
-"""What of the tests of the clone the package must pass too: runs that stop, go on, are older, and are used."""
-IN_OTHER_FORM = "saves_by_the_clock or pauses_when or takes_none_of_its_time or a_kill_gives"
-"""Those of them whose helpers import a package by its own name."""
+"""Tests that the installed package must pass too: runs stop, resume, come from earlier versions, and predict."""
+IN_OTHER_FORM = "saved_by_the_clock or pauses_at_its_time_limit or does_not_use_up or a_kill_does_not"
+"""Words in the names of tests to skip, whose helpers name a module of the trainer in a string."""
 
 
 @pytest.mark.slow
 def test_tests_of_the_clone_pass(site, environment, tmp_path):
-    """With their imports rewritten as the package's are."""
+    """Imports in these tests are rewritten like the package's."""
     shutil.copytree(ROOT / "tests", tmp_path / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for path in (tmp_path / "tests").rglob("*.py"):
