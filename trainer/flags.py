@@ -252,10 +252,10 @@ class BlockFlags(FlagGroup):
 
     compile: bool = flag(
         False, "compile each block of the model with torch.compile; steps on a GPU become faster, but compiling "
-        "may take minutes", common=True,
+        "may take minutes",
     )  # fmt: skip
     cuda_graphs: Literal["auto", "on", "off"] = flag(
-        "off", "run training steps as CUDA graphs; small models train faster, with bit-identical results; auto: only "
+        "off", "run steps as CUDA graphs; small models train faster, with bit-identical results; auto: only "
         "if measured to be faster", common=True, local=True,
     )  # fmt: skip
     grad_checkpointing: bool = flag(

@@ -53,7 +53,7 @@ def test_help_fits_on_a_screen_and_help_all_shows_every_flag(script, task, monke
             parse(["--task", task, asked], SCRIPTS[script])
         assert ended.value.code == 0
         shown[asked] = capsys.readouterr().out
-    assert len(shown["--help"].splitlines()) <= (62 if SCRIPTS[script] else 60)
+    assert len(shown["--help"].splitlines()) <= 60
     names = {asked: set(re.findall(r"^  (--[a-z0-9-]+)", text, re.MULTILINE)) for asked, text in shown.items()}
     groups = [*TRAINER_GROUPS[: None if SCRIPTS[script] else -1], find_task(task).Config]
     visible = [option for option in options(*groups).values() if not option.hidden]
