@@ -111,7 +111,10 @@ class HarFlags(FlagGroup):
         excludes=("refit", "val_subjects"),
     )  # fmt: skip
     val_subjects: tuple[str, ...] | None = flag(
-        None, "subjects to hold out for validation; replaces --num-val-subjects", metavar="ID", excludes=("refit",)
+        None,
+        "subjects to hold out for validation; use it instead of --num-val-subjects",
+        metavar="ID",
+        excludes=("refit",),
     )
     refit: bool = flag(
         False, "train on all training subjects, without validation, and score the last weights on the test set",

@@ -147,7 +147,7 @@ class PerformanceProfiler:
         return found
 
     def run_full_profile(self, save_path: str | Path | None = None) -> Results:
-        """Runs all measurements except `compare_precisions`; tries 1/4 to 4 times the loader's batch size.
+        """Runs all measurements except `compare_precisions`; tries batch sizes from 1/4 to 4 times the loader's.
 
         Writes JSON to `save_path`, creating missing folders; raises OSError before measuring if that is impossible.
         """
