@@ -13,7 +13,7 @@ LINES_AND_FILES = {
     "loading": (1770, 11),
     "logs": (794, 6),
     "loop": (6625, 30),
-    "parallel": (3023, 14),
+    "parallel": (3024, 14),
     "trainer": (2876, 8),
 }
 """Of each room of trainer/ but profiling; "trainer" is the files in none."""

@@ -51,8 +51,9 @@ def gather(rows: Tensor) -> Gathered:
     refuse_coupling("trainer.gather", strategy)
     if num_forwards > 1:
         raise UserError(
-            f"trainer.gather: gathers the rows of one forward pass, but this step has {num_forwards} micro-batches on "
-            "each device; raise --batch-size, or write the loss as `outputs` and `joint_loss`; see docs/own_task.md"
+            f"trainer.gather: gathers the rows of one forward pass, but this step has {num_forwards} passes on each "
+            "device; raise --batch-size until one pass holds all samples of a step on a device, or write the loss as "
+            "`outputs` and `joint_loss`; see docs/own_task.md"
         )
     if num_samples not in (0, len(rows)):
         raise UserError(f"trainer.gather: got {len(rows)} rows for {num_samples} samples; pass one row per sample")
