@@ -53,7 +53,7 @@ _OF_TABLE = ("window", "start_s", "end_s", "activity", "confidence")
 class OwnFormat:
     """Format of the user's recordings.
 
-    subject_column, label_column: None finds the column by common names, such as subject. channels: None means all others.
+    subject_column, label_column: None: found by common names, such as "subject". channels: None: all other columns.
     """
 
     subject_column: str | None
