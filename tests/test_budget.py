@@ -10,9 +10,9 @@ LINES_AND_FILES = {
     "commands": (3414, 15),
     "common": (973, 8),
     "failure": (667, 4),
-    "loading": (1770, 11),
+    "loading": (1782, 11),
     "logs": (794, 6),
-    "loop": (6625, 30),
+    "loop": (6615, 30),
     "parallel": (3024, 14),
     "trainer": (2876, 8),
 }

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from trainer.common.errors import UserError
 from trainer.config import FlagGroup, flag
-from trainer.loading.batches import Batch, KeyedDataset, gathered
+from trainer.loading.batches import Batch, KeyedDataset, gathered, of_dtype
 from trainer.loading.order import SampleKeys
 from trainer.loading.torch_datasets import KeyedItems, from_dataset, is_keyed
 from trainer.parallel.devices import pick_device
@@ -213,7 +213,7 @@ def predicted(
         keys = SampleKeys(np.arange(start, min(start + batch_size, len(dataset))), epoch=0)
         batch = {name: tensor.to(device) for name, tensor in gathered(dataset, task.collate, keys).items()}
         if is_double:
-            batch = {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
+            batch = of_dtype(batch, torch.float64)
         answers.append(_outputs_of(model, batch, outputs).cpu())
     return torch.cat(answers)
 

@@ -66,7 +66,7 @@ def causal_chunks(num_steps: int, device: torch.device) -> list[tuple[int, int]]
 def causal_parts(query: Tensor) -> list[tuple[Tensor, int]]:
     """Splits queries into `causal_chunks`, and returns (chunk, end) pairs. query: (B, heads, T, width / heads).
 
-    The backward pass of `split` concatenates gradients, which is faster than padding and adding those of slices.
+    The backward pass of `split` concatenates gradients, which is faster than padding and adding gradients of slices.
     """
     chunks = causal_chunks(query.shape[2], query.device)
     parts = query.split([stop - start for start, stop in chunks], dim=2)

@@ -87,7 +87,7 @@ class _Beam:
         return _Beam(*(getattr(self, field.name)[places] for field in fields(self)))
 
     def put(self, others: "_Beam") -> None:
-        """Replaces the prefixes of the first utterances with those of `others`, which may have fewer utterances."""
+        """Replaces the prefixes of the first utterances with the prefixes of `others`, perhaps of fewer utterances."""
         for field in fields(self):
             values = getattr(others, field.name)
             getattr(self, field.name)[: len(values)] = values

@@ -1,4 +1,4 @@
-"""What a checkpoint records of the code and the data of a run, and how a later start uses it."""
+"""Facts about code and data that a checkpoint records, and their use by a later start."""
 
 import hashlib
 import json

@@ -81,7 +81,7 @@ def test_more_epochs_resume_the_run_and_changed_flags_are_listed(train, tmp_path
 
 
 def test_a_resumed_epoch_keeps_its_samples(train, cli, refused, tmp_path):
-    """What --drop-last leaves out depends on the batch size, which may change only between epochs."""
+    """The samples that --drop-last skips depend on the batch size, which may change only between epochs."""
     tiny = [*TINY[:2], *TINY[4:], "--num-train", 20, "--drop-last", "--save-dir", tmp_path]
     assert cli(*tiny, "--max-steps", 1)[0] == 0
     before = contents(tmp_path, REFUSAL)

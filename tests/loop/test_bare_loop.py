@@ -84,7 +84,7 @@ def wsd(progress, step):
 
 @dataclass(frozen=True)
 class Case:
-    """optimizers: makes those of a model. factor: of the learning rate after warm-up, from epochs and steps done."""
+    """optimizers: builds a model's optimizers. factor: scales the learning rate, given completed epochs and steps."""
 
     task: str
     flags: tuple

@@ -1,4 +1,4 @@
-"""What a task computes between epochs, the orders that it chooses, and the progress that it receives."""
+"""Tasks compute between epochs, choose orders, and receive the progress of the run."""
 
 import json
 

@@ -90,7 +90,7 @@ REFUSED = {
     ),
     "twice": (Case("Gathers", 3), (), "trainer.gather: gathers the rows of one forward pass, but this step has 2"),
 }
-"""What two processes refuse, by name: (case, further flags, message)."""
+"""Runs that two processes refuse, by name: (case, further flags, message)."""
 
 
 # --- one graph by hand -------------------------------------------------------------------------------------------

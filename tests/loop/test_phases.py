@@ -81,7 +81,7 @@ class BareLoop:
                     yield phase, epoch, samples, epoch + (sum(sizes[:i]) + (start + end) // 2) / sum(sizes)
 
     def in_turns(self):
-        """The same as `one_after_another`, for phases in turns."""
+        """Trains like `one_after_another`, with the phases in turns."""
 
         def endless():
             epoch = 0

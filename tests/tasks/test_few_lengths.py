@@ -11,9 +11,9 @@ import torch
 
 from tests.helpers.small_speech import SMALL, SMALL_LMU
 from tests.helpers.small_table import SMALL_MODEL
-from trainer.loading.batches import gathered
+from trainer.loading.batches import gathered, of_dtype
 from trainer.loading.order import EpochOrder, SampleKeys, evaluation_keys
-from trainer.loop.precision import module_in_dtype, of_dtype
+from trainer.loop.precision import module_in_dtype
 from trainer.task import PerSample
 
 SEQREC = ["--task", "seqrec", "--dropout", 0, "--hidden-units", 8, "--time-span", 9]

@@ -12,8 +12,8 @@ from tests.conftest import assert_same_bits, cut_back, launcher, load, read_metr
 from tests.helpers.replicas import ReplicasOnCpu, trained
 from tests.helpers.small_table import SMALL_MODEL, SMALL_PRIOR, write_table
 from trainer.common.errors import UserError
+from trainer.loading.batches import of_dtype
 from trainer.loading.order import SampleKeys
-from trainer.loop.precision import of_dtype
 from trainer.parallel.strategy import SingleDevice
 
 TASK = ["--task", "tabular", "--num-threads", 1]

@@ -22,10 +22,10 @@ from trainer.commands.flags import Flags
 from trainer.commands.predict import write_output
 from trainer.commands.weights import find_trained, trained_objective
 from trainer.common.errors import UserError
-from trainer.loading.batches import Batch
+from trainer.loading.batches import Batch, of_dtype
 from trainer.loading.order import SampleKeys
 from trainer.logs.console import say
-from trainer.loop.precision import choose_precision, of_dtype
+from trainer.loop.precision import choose_precision
 from trainer.parallel.strategy import Strategy
 from trainer.task import Exported, Objective, Task, validation_sets
 

@@ -19,12 +19,12 @@ from trainer.common.errors import UserError, printable
 from trainer.common.files import refusing_disk_errors, written_as_a_whole
 from trainer.common.process import outlived, to_stderr
 from trainer.config import flag_name
-from trainer.loading.batches import KeyedDataset
+from trainer.loading.batches import KeyedDataset, of_dtype
 from trainer.loading.order import evaluation_keys
 from trainer.loading.torch_datasets import require_keyed
 from trainer.loading.workers import BatchLoader, Workers
 from trainer.logs.console import new_bar, say
-from trainer.loop.precision import Precision, choose_precision, of_dtype
+from trainer.loop.precision import Precision, choose_precision
 from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Task
 

@@ -52,3 +52,15 @@ def gathered(dataset: KeyedDataset, collate: Collate, keys: SampleKeys) -> Batch
     if keys.placeholder:
         batch["weight"] = torch.zeros_like(batch["weight"])
     return batch
+
+
+def of_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
+    """Converts a batch's floating-point tensors to a dtype, and complex tensors to the corresponding complex dtype."""
+    return {name: in_dtype(tensor, dtype) for name, tensor in batch.items()}
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Converts a floating-point or complex tensor as `of_dtype` does; returns any other tensor unchanged."""
+    if tensor.is_complex():
+        return tensor.to(dtype.to_complex())
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

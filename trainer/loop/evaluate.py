@@ -14,13 +14,14 @@ from trainer.checkpoint.format import brief
 from trainer.common.errors import UserError
 from trainer.common.files import plain
 from trainer.common.tensors import is_sharded
+from trainer.loading.batches import of_dtype
 from trainer.loading.order import SampleKeys
 from trainer.loading.workers import BatchLoader
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.contract import checked_metrics
 from trainer.loop.learner import Learner
 from trainer.loop.module_state import persistent_buffers
-from trainer.loop.precision import Precision, of_dtype
+from trainer.loop.precision import Precision
 from trainer.loop.run import Run
 from trainer.loop.totals import PerSampleOutputs, Totals, require_sums, without_counting
 from trainer.loop.windows import agree_ahead, evaluation_batches

@@ -15,7 +15,7 @@ from trainer.common.errors import UserError, reason
 from trainer.common.tensors import is_sharded
 from trainer.common.torch_private import convert_tensors, foreach_mul_, foreach_norm, reads_found_inf, run_backward
 from trainer.flags import PrecisionFlags
-from trainer.loading.batches import Batch
+from trainer.loading.batches import Batch, in_dtype, of_dtype
 from trainer.parallel.devices import half_precision, queue_of
 from trainer.task import Outputs
 
@@ -218,14 +218,9 @@ def choose_precision(flags: PrecisionFlags, device: torch.device) -> Precision:
     return Precision(automatic if flags.amp == "auto" else flags.amp, dtype, device)
 
 
-def of_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
-    """Converts a batch's floating-point tensors to a dtype, and complex tensors to the corresponding complex dtype."""
-    return {name: _in_dtype(tensor, dtype) for name, tensor in batch.items()}
-
-
 def module_in_dtype(module: M, dtype: torch.dtype) -> M:
     """Converts a module's parameters and buffers in place; keeps imaginary parts, which `Module.to` would drop."""
-    convert_tensors(module, partial(_in_dtype, dtype=dtype))
+    convert_tensors(module, partial(in_dtype, dtype=dtype))
     return module
 
 
@@ -238,12 +233,6 @@ def with_dense_tensors(module: M) -> M:
         if tensor.layout == torch.strided and torch.empty_like(tensor, device="meta").stride() != tensor.stride():
             tensor.data = tensor.data.clone()
     return module
-
-
-def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    if tensor.is_complex():
-        return tensor.to(dtype.to_complex())
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def in_precision(objective: nn.Module, precision: Precision) -> nn.Module:
