@@ -6,7 +6,7 @@ Whoever needs more room makes some first, or says in the commit why a budget ris
 from tests.helpers import budget
 
 LINES_AND_FILES = {
-    "checkpoint": (2009, 7),
+    "checkpoint": (2010, 7),
     "commands": (3414, 15),
     "common": (973, 8),
     "failure": (667, 4),
@@ -14,11 +14,11 @@ LINES_AND_FILES = {
     "logs": (794, 6),
     "loop": (6615, 30),
     "parallel": (3024, 14),
-    "trainer": (2876, 8),
+    "trainer": (2889, 8),
 }
 """Of each room of trainer/ but profiling; "trainer" is the files in none."""
 BENCHMARKS = 5094
-TESTS = 54280
+TESTS = 54295
 FUNCTIONS_WITH_RUN = {"commands": 4, "loop": 10}
 FILES_OF_STEP, FUNCTIONS_OF_STEP = 19, 58
 """What one step of har enters on one process."""

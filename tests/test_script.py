@@ -197,13 +197,21 @@ def test_predicts_in_order(tmp_path):
 
 def test_unpredictable_models_are_reported(tmp_path):
     _, run = fit(tmp_path, model=nn.ModuleDict({"a": net()}), loss=lambda model, batch: nll(model["a"], batch))
+
+    def ragged(model, batch):
+        return torch.eye(len(batch["x"]))
+
     mapped, asked = "outputs(model, batch) returned", "; pass `outputs`, which maps the model and a batch to a tensor"
     for data, settings, message in (
         (VAL, {}, "model(batch['x']) raised NotImplementedError: Module [ModuleDict] is missing the required"),
         (VAL, {"outputs": lambda model, batch: {"a": batch["x"]}}, f"{mapped} a dict for 20 samples{asked}"),
         (VAL, {"outputs": lambda model, batch: batch["x"].mean()}, f"{mapped} shape () for 20 samples{asked}"),
-        (VAL, {"batch_size": 0}, "20 items, batch_size 0: both must be at least 1"),
-        (X[:0], {}, "0 items, batch_size 256: both must be at least 1"),
+        (VAL, {"batch_size": 0}, "batch_size 0: must be a whole number of at least 1"),
+        (VAL, {"batch_size": 3.0}, "batch_size 3.0: must be a whole number of at least 1"),
+        (VAL, {"outputs": 3}, "outputs 3: must be a function of the model and a batch"),
+        (VAL, {"outputs": ragged, "batch_size": 15}, "outputs per sample differ in shape ((15,) and (5,)); pass"),
+        (DataLoader(VAL, sampler=[0, 2]), {}, "the DataLoader has the sampler list, but outputs are"),
+        (X[:0], {}, "the data set is empty"),
         (Stream(), {}, "its data set (Stream): an IterableDataset has no sample indices"),
         (None, {}, "its data set (NoneType): needs a map-style dataset"),
     ):

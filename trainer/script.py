@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
-from trainer.common.errors import UserError
+from trainer.common.errors import UserError, shortened
 from trainer.config import FlagGroup, flag
 from trainer.loading.batches import Batch, KeyedDataset, gathered, of_dtype
 from trainer.loading.order import SampleKeys
@@ -199,14 +199,23 @@ def predicted(
 ) -> Tensor:
     """Returns a trained model's outputs for all items of a data set, as `SavedRun.predict` describes."""
     job, device, task = task_type.job, pick_device("auto"), task_type(task_type.Config(), 0, Path())
+    if outputs is not None and not callable(outputs):
+        raise UserError(f"predict: outputs {shortened(repr(outputs))}: must be a function of the model and a batch")
+    if type(batch_size) is not int or batch_size < 1:
+        raise UserError(f"predict: batch_size {shortened(repr(batch_size))}: must be a whole number of at least 1")
+    if isinstance(source, DataLoader) and (found := _settings_of_order(source)):
+        raise UserError(
+            f"predict: the DataLoader has {found}, but outputs are returned in the order of its data set; pass its "
+            "`dataset`, or a torch.utils.data.Subset of it"
+        )
     (dataset, collate), item = _items(source), None
     with suppress(IndexError, NotImplementedError, TypeError):  # data without items, which are refused below
         item = dataset if isinstance(dataset, Mapping) or is_keyed(dataset) else dataset[0]
     num_parts = len(item) if isinstance(item, tuple | list) else 1
     names = None if isinstance(item, Mapping) or job.names is None else job.names[:num_parts]
     dataset = task.keyed("predict", source, names, collate or job.collate or _items(job.sources["train"])[1])
-    if len(dataset) == 0 or batch_size < 1:
-        raise UserError(f"predict: {len(dataset)} items, batch_size {batch_size}: both must be at least 1")
+    if len(dataset) == 0:
+        raise UserError("predict: the data set is empty")
     answers, model = [], model.to(device).eval()
     is_double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
     for start in range(0, len(dataset), batch_size):
@@ -215,6 +224,10 @@ def predicted(
         if is_double:
             batch = of_dtype(batch, torch.float64)
         answers.append(_outputs_of(model, batch, outputs).cpu())
+    shapes = {answer.shape[1:] for answer in answers}
+    if len(shapes) > 1:
+        sizes = " and ".join(sorted(str(tuple(shape)) for shape in shapes))
+        raise UserError(f"predict: outputs per sample differ in shape ({sizes}); pass `outputs` that pads them")
     return torch.cat(answers)
 
 
@@ -247,7 +260,11 @@ def _items(source: Any) -> tuple[Any, Any]:
 
 def _taken(name: str, loader: DataLoader[Any], settings: dict[str, Any]) -> str:
     """Adds to `settings` the flags that a DataLoader determines; returns a sentence about them."""
-    _refuse_settings(name, loader)
+    if found := _settings_of_order(loader):
+        raise UserError(
+            f"fit, {name}: the DataLoader has {found}, which the trainer cannot reproduce when a run resumes or "
+            "changes its number of devices; pass its `dataset`, or define Task.order for your own order"
+        )
     flags, order = {"eval_batch_size": loader.batch_size}, ""
     if name == "train":
         order = " The trainer chooses a new order of samples in each epoch."
@@ -258,23 +275,19 @@ def _taken(name: str, loader: DataLoader[Any], settings: dict[str, Any]) -> str:
     return f"Taken from the DataLoader {name}: its data set, {said or 'no flag'}.{order}"
 
 
-def _refuse_settings(name: str, loader: DataLoader[Any]) -> None:
-    """Raises UserError if a DataLoader determines the order of samples, because only the trainer may do so."""
+def _settings_of_order(loader: DataLoader[Any]) -> str:
+    """Names a DataLoader's settings that determine the order of samples, which only the trainer may do; "" if none."""
     sampler, found = loader.sampler, []
     dataset: Any = loader.dataset
     if isinstance(dataset, IterableDataset):
-        return  # from_dataset raises the error
+        return ""  # from_dataset raises the error
     is_random = isinstance(sampler, RandomSampler) and not sampler.replacement and len(dataset) == sampler.num_samples
     if type(sampler) is not SequentialSampler and not is_random:
         found.append(f"the sampler {type(sampler).__name__}")
     if loader.batch_size is None or type(loader.batch_sampler) is not torch.utils.data.BatchSampler:
         found.append("a batch_sampler, or batches that the data set makes")
     found += [f"the {each}" for each in ("worker_init_fn", "generator") if getattr(loader, each) is not None]
-    if found:
-        raise UserError(
-            f"fit, {name}: the DataLoader has {' and '.join(found)}, which the trainer cannot reproduce when a "
-            "run resumes or changes its number of devices; pass its `dataset`, or define Task.order for your own order"
-        )
+    return " and ".join(found)
 
 
 # --- the optimizer -----------------------------------------------------------------------------------------------

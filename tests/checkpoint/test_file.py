@@ -146,6 +146,13 @@ def test_no_message_advises_to_load_unsafely(kind, tmp_path):
     assert "weights_only" not in str(refusal.value)
 
 
+@pytest.mark.parametrize("content", [b"", b"epoch,loss\n1,2\n", b"hello\n", b"GIF89a...", b"\x89PNG\r\n\x1a\n0000"])
+def test_a_file_of_another_kind_is_refused(content, tmp_path):
+    (tmp_path / "x.pth").write_bytes(content)
+    with pytest.raises(UserError, match=r"^x.pth: is damaged or not a checkpoint(; no code in the file was run)?$"):
+        read_checkpoint(tmp_path / "x.pth", "x.pth", only_weights=True)
+
+
 def test_a_newer_format_is_refused_without_changes(train, refused, tmp_path):
     """Nothing is called damaged, set aside, or begun again, with a manifest and without."""
     run = tmp_path / "run"

@@ -106,11 +106,10 @@ def _load(path: Path, label: str, verified: bool) -> Any:
 
 def _refusal_of(error: Exception) -> str:
     """Explains why a file could not be read, without torch's advice to load it with `weights_only=False`."""
-    text = str(error)
+    text, damaged = str(error), "is damaged or not a checkpoint"
     if isinstance(error, pickle.UnpicklingError):
         is_code = any(word in text for word in ("Unsupported global", "Unsupported class", "GLOBAL"))
         refused = "refused, because it contains more than tensors and plain values"
-        damaged = "is damaged or not a checkpoint"
         return f"{refused if is_code else damaged}; no code in the file was run"
     if "weights_only" in text or "TorchScript" in text:
         return (
@@ -119,7 +118,9 @@ def _refusal_of(error: Exception) -> str:
         )
     if isinstance(error, MemoryError):
         return "needs more memory than there is, or is damaged"
-    return f"is damaged: {(text or 'it is empty').splitlines()[0]}"
+    if isinstance(error, AssertionError | LookupError) or not text:  # from torch's reader, for other kinds of files
+        return damaged
+    return f"is damaged: {text.splitlines()[0].split('. ')[0]}"
 
 
 def _refuse_more_than_its_file(state: Any, num_bytes: int) -> None:
