@@ -1,4 +1,4 @@
-"""Builds zip and tar.gz archives from contents by file name."""
+"""Builds zip and tar.gz archives from file contents by name."""
 
 import io
 import tarfile

@@ -17,7 +17,7 @@ TRAINER_PREFIX = f"{TRAINER}/"
 WORKLOADS = tuple(f"{ROOT}/{folder}/" for folder in ("tasks", "models", "data"))
 GLOBAL_BATCH = 32
 FIRST_STEP, LAST_STEP = 3, 8
-"""First and last optimizer step that `step_of_har` observes; no step in this range logs."""
+"""Range of optimizer steps that `step_of_har` observes, LAST_STEP excluded; none of them logs."""
 
 
 def sources(folder: Path) -> list[Path]:

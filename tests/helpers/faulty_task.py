@@ -156,7 +156,6 @@ def remove_directory_and_die():
 
 
 def set_clock_back():
-    """Sets the clock of this process back by a day."""
     true_time = time.time
     time.time = lambda: true_time() - 24 * 3600
 

@@ -1,4 +1,4 @@
-"""Weighted task with one sample that makes its optimizer step non-finite in one epoch."""
+"""Weighted task with samples that make their optimizer steps non-finite in one epoch."""
 
 from dataclasses import dataclass
 from typing import Literal

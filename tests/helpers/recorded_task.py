@@ -132,7 +132,7 @@ CountingElsewhereTask, PinningTask = task_of(CountingElsewhere), task_of(Pinning
 
 
 class SkippingObjective(ShapedObjective):
-    """Objective in which only the samples of one class give a gradient to a layer."""
+    """Objective that skips a layer for batches of at most four samples on a GPU."""
 
     def forward(self, batch, phase="train"):
         x = torch.tanh(self.model.first(batch["x"]))
@@ -186,7 +186,7 @@ class ByEpoch(Network):
 
 
 class ChangingByEpoch(Shaped):
-    """Task in which an epoch freezes a layer, replaces a buffer, and sets numbers in the model and in its optimizer."""
+    """Task that freezes a layer in epoch 1, and changes a buffer, the model and optimizer settings in every epoch."""
 
     def build(self):
         return ByEpoch()

@@ -50,8 +50,6 @@ class Other(Recording):
 
 
 class Slow(Recording):
-    """Logger in which each call takes 0.1 s."""
-
     def write(self, method, **told):
         time.sleep(0.1)
         super().write(method, **told)

@@ -54,8 +54,6 @@ class ThreadedReplicas(SummedReplicas):
 
 
 class ReplicasOnCpu(DataParallel):
-    """`DataParallel` with replicas on the CPU."""
-
     def __init__(self, num_replicas):
         super().__init__([torch.device("cpu")] * num_replicas)
 

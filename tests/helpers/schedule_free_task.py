@@ -8,7 +8,7 @@ BETA = 0.9
 
 
 class ScheduleFreeSGD(torch.optim.Optimizer):
-    """Follows https://github.com/facebookresearch/schedule_free: parameters contain y, and in eval mode x."""
+    """Follows https://github.com/facebookresearch/schedule_free: parameters are y in train mode, x in eval mode."""
 
     def __init__(self, params, lr, momentum=BETA):
         super().__init__(params, {"lr": lr, "momentum": momentum, "k": 0, "train_mode": False, "weight_sum": 0.0})

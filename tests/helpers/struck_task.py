@@ -91,13 +91,13 @@ class Struck(Weighted):
         objective = super().build_objective()
         objective.__class__ = StruckObjective
         strike = objective.strike = Strike()
-        # Before each message to another rank; at the second message, one rank alone has received its message.
+        # Reached before each message to another rank. At the second message, only one rank has received its message.
         strike.around(distributed_c10d, "isend", "exchange", is_before=True)
         dist.isend = distributed_c10d.isend  # batch_isend_irecv accepts only this function
-        # After the weights were updated, and before any record of the step.
+        # Reached after the weights were updated, and before any record of the step.
         strike.around(Precision, "step", "optimizer", is_before=False)
         strike.around(Distributed, "full_state", "save", is_before=True)
-        # After the checkpoint file is complete, and before any other file names it.
+        # Reached after the checkpoint file is complete, and before any other file names it.
         strike.around(directory, "write_checkpoint", "write", is_before=False)
         return objective
 

@@ -117,7 +117,5 @@ class OwnOptimizers(Tokens):
 
 
 class OwnSchedule(Tokens):
-    """Task whose learning rate decreases linearly with the steps."""
-
     def lr_factor(self, step, total):
         return 1 - step / total

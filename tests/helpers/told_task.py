@@ -1,4 +1,4 @@
-"""Tasks that use the run's progress and scores: in the learning rate, in a step, in decisions and in summaries."""
+"""Tasks that use the progress and the scores of the run in the learning rate, after steps and in summaries."""
 
 import math
 

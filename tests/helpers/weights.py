@@ -1,6 +1,3 @@
-"""Comparison of the weights of two runs."""
-
-
 def difference(found, expected):
     """Returns the largest difference of any weight tensor, relative to the largest value of the tensor."""
     assert found.keys() == expected.keys()

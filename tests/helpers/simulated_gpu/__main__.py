@@ -15,5 +15,5 @@ GPUS.load(Path(sys.argv[2]))
 get_config().parse(["--noconftest"])  # makes failed asserts in tests show their values
 for name in ("tests.conftest", "trainer.commands.train", "torch.utils.tensorboard", "torch._inductor.config"):
     importlib.import_module(name)
-gc.freeze()  # no fork has to look through what is imported
+gc.freeze()  # spares forked processes the garbage collection of imported objects
 serve(Connection(int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""Simulated GPUs of a process: installs `torch.cuda`, and gives tests counters, limits and mistakes."""
+"""Installs simulated GPUs in `torch.cuda`, and gives tests counters, memory limits and lists of mistakes."""
 
 import ctypes
 import os
@@ -76,7 +76,6 @@ class Gpus:
 
     @property
     def num_replays(self) -> int:
-        """Returns the number of replays of CUDA graphs in this process."""
         return torch_cuda.CUDAGraph.num_replays
 
     def mistakes(self) -> list[str]:
@@ -96,7 +95,6 @@ class Gpus:
         return found
 
     def forget_mistakes(self) -> None:
-        """Clears the mistakes, for tests that make mistakes on purpose."""
         self._library.simulated_forget_touched()
         self._forks.clear()
         self.waits.clear()

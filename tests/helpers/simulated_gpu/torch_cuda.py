@@ -56,8 +56,6 @@ class Event:
 
 
 class CUDAGraph:
-    """Implements torch.cuda.CUDAGraph."""
-
     num_captures = num_replays = 0  # of all graphs
     _num_pools = 0
     _allocating: set[Any] = set()  # pools of captures that are active or failed
@@ -109,7 +107,6 @@ class CUDAGraph:
 
 
 def graph_pool_handle() -> tuple[int, int]:
-    """Implements torch.cuda.graph_pool_handle."""
     CUDAGraph._num_pools += 1
     return 0, CUDAGraph._num_pools
 
@@ -136,7 +133,6 @@ def initialise() -> None:
 
 
 def empty_cache() -> None:
-    """Implements torch.cuda.empty_cache."""
     if CUDAGraph._allocating:
         raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
 
