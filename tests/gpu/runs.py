@@ -1,4 +1,4 @@
-"""Whole command lines on simulated GPUs, and the same on the CPU."""
+"""Runs command lines and compares finished runs."""
 
 import json
 from pathlib import Path
@@ -9,30 +9,30 @@ from tests.conftest import TINY, largest_difference, load
 from trainer.cli import main
 
 EXACT = ["--dtype", "float64"]
-"""Adds up in float64: what differs by more than rounding is a mistake."""
+"""Flags for float64, in which a difference larger than rounding is a mistake."""
 
 
 def run(cache_dir: Path, *argv: object, status: int = 0, several: bool = False) -> None:
-    """A command line, which must end with that status, without workers unless it asks: machines differ in cores."""
+    """Runs a command line and checks its exit status; uses no workers by default, because machines differ in cores."""
     workers = [] if "--num-workers" in argv else ["--num-workers", "0"]
     arguments = [*map(str, argv), "--cache-dir", str(cache_dir / "lockstep"), "--num-threads", "1", *workers]
     assert main(arguments, several_devices=several) == status
 
 
 def tiny(cache_dir: Path, save_dir: Path, *more: object, **options) -> dict:
-    """A few steps of the small task for tests. Returns the last checkpoint."""
+    """Trains `TINY` with additional flags; returns the last checkpoint."""
     run(cache_dir, *TINY, "--save-dir", save_dir, *more, **options)
     return load(save_dir / "last.pth")
 
 
 def results(save_dir: Path) -> dict[str, float]:
-    """The metrics of a finished run, without times."""
+    """Returns the metrics of a finished run, without times."""
     found = json.loads((save_dir / "results.json").read_text())["metrics"]
     return {name: value for name, value in found.items() if not name.endswith(("seconds", "per_second"))}
 
 
 def assert_same(a: Path, b: Path, closeness: float = 1e-9) -> None:
-    """Two finished runs have learnt the same."""
+    """Asserts that two finished runs have the same weights and metrics, up to rounding."""
     states = [load(directory / "last.pth") for directory in (a, b)]
     assert largest_difference(*states) < closeness
     if all("training_model" in state for state in states):

@@ -1,4 +1,4 @@
-"""profiler.py batch-size measures each size on an empty GPU."""
+"""Tests that `profiler.py batch-size` measures each size on an empty GPU."""
 
 from tests.conftest import WEIGHTED
 from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus

@@ -1,4 +1,4 @@
-"""Blocks that are recomputed in the backward pass on simulated GPUs."""
+"""Tests activation checkpointing of blocks on simulated GPUs."""
 
 import pytest
 

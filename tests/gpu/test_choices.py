@@ -1,4 +1,4 @@
-"""What the program does otherwise because there are GPUs, beside training on them."""
+"""Tests the choice of GPUs and batch sizes, and the limit on sequences in fused attention kernels."""
 
 import pytest
 import torch

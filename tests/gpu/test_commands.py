@@ -1,4 +1,4 @@
-"""What else is done on a GPU: labelling, a frozen encoder, measuring, training from Python."""
+"""Tests prediction, frozen encoders, profiling and training from Python on simulated GPUs."""
 
 import csv
 

@@ -1,4 +1,4 @@
-"""Data sets that lie on a GPU: what is learnt from them, and where they are refused."""
+"""Tests `--data-on device`: results match data on the host, and unsuitable data are refused."""
 
 import pytest
 

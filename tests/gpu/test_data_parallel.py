@@ -1,4 +1,4 @@
-"""nn.DataParallel itself on three simulated GPUs: the threads, the scattering and the backward are torch's own."""
+"""Tests `--multi-gpu dp` with torch's own nn.DataParallel on three simulated GPUs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Features of a frozen encoder are taken as they come: whose they are is known before training."""
+"""Tests that nn.DataParallel does not wait for a GPU when batches contain features of a frozen encoder."""
 
 from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 

@@ -1,4 +1,4 @@
-"""Recorded steps learn what steps learn that run without a graph, to the bit, on simulated GPUs."""
+"""Tests that training with CUDA graphs is bit-identical to eager training, on simulated GPUs."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_graphs_train_bit_identically(settings, tmp_path, cache_dir):
 
 @on_simulated_gpus(may_wait=True)
 def test_a_tasks_optimizer_runs_eagerly(tmp_path, cache_dir):
-    """It makes the host wait, and forward and backward are recorded, also where that shows only in a recording."""
+    """The optimizer makes the host wait. The second run detects this only when it captures the update."""
     learns_the_same(tmp_path / "known", cache_dir, *own("OwnOptimizer"))
     num_replays = GPUS.num_replays
     graphs.can_be_recorded = lambda optimizer: True
@@ -105,11 +105,11 @@ SLOW = {"HookedLater", "CountingTask", "FromHostTask", "RefusingTask", "OwnRows"
 def test_steps_that_cannot_be_captured_run_eagerly(name, tmp_path, cache_dir):
     learns_the_same(tmp_path, cache_dir, *own(name))
     assert {line for line in told() if "CUDA graphs: updates run" not in line} == {OBSTACLES[name]}
-    torch.cuda.empty_cache()  # torch refuses it as long as it takes a recording for one under way
+    torch.cuda.empty_cache()  # raises an error if torch considers a capture to be active
 
 
 def told():
-    """Which of the obstacles the lines about graphs name."""
+    """Returns the obstacle that each printed line about CUDA graphs names, or the line itself if it names none."""
     lines = [line for line in GPUS.printed().splitlines() if "CUDA graphs: " in line]
     return [next((each for each in OBSTACLES.values() if each in line), line) for line in lines]
 
@@ -124,7 +124,7 @@ def test_a_number_frozen_by_a_capture_is_detected(tmp_path, cache_dir):
 
 @on_simulated_gpus()
 def test_each_epoch_starts_with_one_comparison(tmp_path, cache_dir):
-    """Each of its four steps has a signature for the first three samples of a window, and one for the others."""
+    """Each graph is compared at its capture and once in the next epoch; later epochs compare only the first replay."""
     launched_and_compared, compared = GraphedLearner._launched_and_compared, []
 
     def noted(self, key, *rest):
@@ -134,7 +134,7 @@ def test_each_epoch_starts_with_one_comparison(tmp_path, cache_dir):
     GraphedLearner._launched_and_compared = noted
     more = ["--batch-size", 3, "--grad-accum-steps", 2, "--epochs", 5, "--eval-every-steps", 3]
     learns_the_same(tmp_path, cache_dir, *TINY, *more)
-    both = [False, True]  # whether a micro-batch finds gradients
+    both = [False, True]  # whether earlier micro-batches of the step have left gradients
     assert compared == [(epoch, has) for epoch, its in enumerate((both, both, *[[False]] * 3)) for has in its]
 
 
@@ -150,12 +150,12 @@ def test_a_tensor_kept_outside_the_graph_is_detected(tmp_path, cache_dir):
     run(cache_dir, "--task", f"{HELPERS / 'recorded_task.py'}:KeepingElsewhereTask", "--device", "cuda", *GRAPHS,
         "--save-dir", tmp_path)  # fmt: skip
     lines = [line for line in told() if "the captured code keeps a tensor of shape (8, 8)" in line]
-    assert len(lines) == 2 and GPUS.num_replays == 0  # of steps and of evaluations
+    assert len(lines) == 2 and GPUS.num_replays == 0  # one about steps, one about evaluations
 
 
 @on_simulated_gpus()
 def test_resumes_from_eager_steps_with_graphs_and_back(tmp_path, cache_dir):
-    """In the middle of epochs of three steps."""
+    """The runs resume in the middle of epochs of three steps."""
     more = [*TINY[:2], *TINY[4:], "--device", "cuda", "--ema-decay", 0.9, "--dropout", 0.2, "--deterministic",
             "--schedule", "constant", "--warmup-epochs", 0]  # fmt: skip
     run(cache_dir, *more, "--max-steps", 13, "--save-dir", tmp_path / "whole")
@@ -168,7 +168,7 @@ def test_resumes_from_eager_steps_with_graphs_and_back(tmp_path, cache_dir):
 
 @on_simulated_gpus()
 def test_evaluations_are_captured(tmp_path, cache_dir):
-    """Sums, and outputs per sample; the weights are an average."""
+    """The task outputs sums and per-sample values, and evaluates averaged weights."""
     task = ["--task", f"{HELPERS / 'scored_task.py'}:Scored", "--eval-batch-size", 2, "--ema-decay", 0.9]
     learns_the_same(tmp_path, cache_dir, *task, "--epochs", 2)
     assert results(tmp_path / "launched") == results(tmp_path / "recorded")
@@ -200,7 +200,7 @@ def test_a_rank_that_alone_runs_eagerly_is_named(tmp_path, cache_dir):
 
 
 def lack_memory_in(name, after=Packed.after):
-    """From now on the fourth replay of its kind finds none, but on rank 0 of several."""
+    """Makes the fourth "evaluation", "step" or "update" replay run out of memory, except on rank 0 of several."""
     replayed = []
 
     def lacking(self, replay):
@@ -222,7 +222,6 @@ def lack_memory_in(name, after=Packed.after):
 @pytest.mark.parametrize("name", ["evaluation", "step", "update"])
 @on_simulated_gpus()
 def test_out_of_memory_drops_graphs_first(name, tmp_path, cache_dir):
-    """Each step is trained on once."""
     lack_memory_in(name)
     learns_the_same(tmp_path, cache_dir, *LONGER, "--amp", "fp16")
     assert GPUS.printed().count("Out of memory: continuing without CUDA graphs.") == 1
@@ -302,7 +301,7 @@ def test_alternating_captures_do_not_evict_each_other(tmp_path, cache_dir):
 
 
 def test_values_are_compared_up_to_the_order_of_summation():
-    """Two replays tell how open it is; what a launch takes from the host does not come out differently there."""
+    """The tolerance grows with the difference between replays; a number frozen by the capture is equal in all."""
     value, nan = torch.tensor([1.0, -2.0]), torch.tensor([torch.nan, torch.inf])
 
     def compared(found, *replayed, expected=value):
@@ -312,7 +311,7 @@ def test_values_are_compared_up_to_the_order_of_summation():
     assert compared(value) is None and compared(nan, expected=nan) is None
     assert compared(value + 1e-6) == "a" and compared(value * 1.1) == "a"
     assert compared(value + 1e-6, value + 1.5e-6) is None
-    assert compared(value * 1.1, value * 1.2) == "a"  # more than rounding, even so
+    assert compared(value * 1.1, value * 1.2) == "a"  # larger than rounding, although replays differ
     assert compared(torch.tensor([torch.nan, -2.0]), value + 1e-6) == "a"
     assert compared(value + 1e-6j, value + 2e-6j, expected=value + 0j) is None
     assert compared(value + 1e-6j, expected=value + 0j) == "a"

@@ -1,4 +1,4 @@
-"""Recorded steps together with what else a run may be asked for, on simulated GPUs."""
+"""Tests CUDA graphs together with several seeds, time limits, signals and SyncBatchNorm."""
 
 import multiprocessing
 import os
@@ -24,7 +24,7 @@ CUDA = ["--device", "cuda", "--deterministic", "--ema-decay", 0.9]
 
 @on_simulated_gpus()
 def test_graphs_of_several_seeds_train_bit_identically(tmp_path, cache_dir):
-    """Each in a process of its own, which here has the simulated GPUs of this one."""
+    """Each seed has its own process, which is forked here so that it has simulated GPUs."""
     record, get_context, note = Recorder.record, multiprocessing.get_context, tmp_path / "note"
 
     def noted(self, function):
@@ -43,7 +43,7 @@ def test_graphs_of_several_seeds_train_bit_identically(tmp_path, cache_dir):
 
 @on_simulated_gpus()
 def test_a_run_pauses_at_its_time_limit_and_resumes(tmp_path, cache_dir):
-    """In the middle of epochs of three steps, each of which takes a minute."""
+    """Each step takes a minute of a simulated clock, so the run pauses in the middle of epochs of three steps."""
     clock, advance = SimpleNamespace(now=0.0), Progress.advance
 
     def advance_and_tick(self, *step):
@@ -65,7 +65,7 @@ def test_a_run_pauses_at_its_time_limit_and_resumes(tmp_path, cache_dir):
 @pytest.mark.parametrize("number", [1, 2, 3])
 @on_simulated_gpus()
 def test_a_signal_during_a_capture_stops_the_run_after_the_step(number, tmp_path, cache_dir):
-    """Of forward and backward, of the update, of an evaluation's forward: the run stops after the step, and goes on."""
+    """The captures are, in order: forward and backward, the update, and the forward pass of an evaluation."""
     record, num_captures = Recorder.record, []
 
     def interrupted(self, function):
@@ -90,7 +90,7 @@ def test_a_signal_during_a_capture_stops_the_run_after_the_step(number, tmp_path
 
 @on_simulated_gpus(2)
 def test_synchronised_batch_norm_runs_eagerly(tmp_path, cache_dir):
-    """Its own kernels are a GPU's alone, so here each rank takes its own statistics."""
+    """SyncBatchNorm has kernels only for real GPUs, so each rank computes its own statistics here."""
     nn.SyncBatchNorm.forward = nn.BatchNorm1d.forward
     run_on_ranks(tmp_path, cache_dir, *TINY, *POISONED, "--on-nonfinite", "skip", "--batch-norm", "--sync-bn", *GRAPHS)
     assert told() == ["CUDA graphs: steps run without a graph: --sync-bn exchanges statistics in the forward pass."]

@@ -1,4 +1,4 @@
-"""The simulated GPU records and replays CUDA graphs, and notices what a real one does not forgive."""
+"""Tests CUDA graphs of the simulated GPU, and the errors that a real GPU would raise."""
 
 from contextlib import contextmanager
 
@@ -31,7 +31,7 @@ def test_a_replay_repeats_captured_kernels_on_the_same_memory():
         doubled = x * 2
         total += doubled
     assert not torch.cuda.is_current_stream_capturing()
-    assert total.tolist() == [0, 0, 0]  # nothing happens in a capture
+    assert total.tolist() == [0, 0, 0]  # a capture computes nothing
     assert doubled.isnan().all()
     for _ in range(2):
         graph.replay()
@@ -96,7 +96,7 @@ def test_five_replays_equal_five_steps_byte_for_byte():
     net, optimizer = made()
     graph, given = torch.cuda.CUDAGraph(), [value.clone() for value in batches[0]]
     untouched = {name: value.clone() for name, value in net.state_dict().items()}
-    for parameter in net.parameters():  # moments of an optimizer are made in its first step, not in a capture
+    for parameter in net.parameters():  # the first step creates the optimizer state, which a capture must not do
         parameter.grad = torch.zeros_like(parameter)
     optimizer.param_groups[0]["lr"].zero_()
     optimizer.step()
@@ -127,7 +127,7 @@ def test_captures_keep_the_shapes_and_numbers_of_their_time():
         view = x.view(2, 3)[1]
         tripled = view * number
         view.resize_(1).zero_()
-        sizes += 1 / (sizes + 1e-6)  # a number of Python's gives its type to nothing
+        sizes += 1 / (sizes + 1e-6)  # Python numbers do not change the dtype
     number.fill_(100)
     x.fill_(1)
     x.set_(torch.zeros(2, device="cuda"))
@@ -185,7 +185,7 @@ def test_a_replay_uses_the_current_seed():
     assert all(a.equal(b) for a, b in zip(eager, again, strict=True))
     assert not again[0].equal(again[2])
     torch.manual_seed(7)
-    assert replayed()[0].equal(eager[0])  # it seeds the generators of GPUs too
+    assert replayed()[0].equal(eager[0])  # torch.manual_seed also seeds the generators of GPUs
 
 
 @on_simulated_gpus()
@@ -254,7 +254,7 @@ def test_each_simulated_device_has_its_own_generator():
 
 
 def _illegal():
-    """Functions that no capture allows, by name, of a tensor on the GPU and one on the host."""
+    """Returns functions that no capture allows, by name. Arguments: a tensor on the GPU and a tensor on the host."""
     import torch
 
     event = torch.cuda.Event()
@@ -324,7 +324,7 @@ def test_a_failed_capture_restores_the_generator():
     generator.graphsafe_set_state(before)
     x.bernoulli_()
     with pytest.raises(RuntimeError, match="Offset increment"):
-        earlier.replay()  # it draws from the state that the failed capture has left behind
+        earlier.replay()  # draws from the state that the failed capture has left behind
 
 
 @on_simulated_gpus()
@@ -339,7 +339,7 @@ def test_a_capture_records_the_kernels_of_its_streams():
         graph.capture_begin()
     side.wait_stream(torch.cuda.current_stream())
 
-    def elsewhere():  # as a checkpoint that is written meanwhile
+    def elsewhere():  # like the copies of a checkpoint that is written in the background
         y.add_(1)
         y.cpu()
 
@@ -408,7 +408,7 @@ def test_copies_from_and_to_pinned_memory_happen_at_a_replay():
     assert target.tolist() == there.tolist() == [0, 0, 0]
     source.fill_(5)
     graph.replay()
-    assert target.isnan().all()  # too early
+    assert target.isnan().all()  # the host has not waited for the GPU
     GPUS.forget_mistakes()
     torch.cuda.synchronize()
     assert target.tolist() == [10, 10, 10]
@@ -464,7 +464,7 @@ def test_memory_of_graphs_is_counted_and_limited():
         kept = x + 1
     assert GPUS.memory_in_use() == torch.cuda.memory_allocated() == torch.cuda.memory_reserved() == 12_000
     with captured(second, pool):
-        x + 1  # in what the first one has freed
+        x + 1  # reuses memory that the first capture freed
     assert GPUS.memory_in_use() == 12_000
     GPUS.limit_memory(14_000)
     third, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[0]
@@ -510,14 +510,14 @@ def test_a_loss_scale_and_optimizers_can_be_captured():
 
 
 def _scaled_steps(name, options, graphed):
-    """Six steps with a loss scale of 8 at first, the third of which is not finite: the weight, and the scale."""
+    """Runs six steps, the third not finite, with initial loss scale 8; returns the weight (4,) and the last scale."""
     import torch
 
     weight, data = torch.nn.Parameter(torch.ones(4, device="cuda")), torch.ones(4, device="cuda")
     rate, scaler = torch.zeros((), device="cuda"), torch.amp.GradScaler("cuda", init_scale=8.0)
     optimizer = getattr(torch.optim, name)([weight], rate, fused=True, **options)
     weight.grad = torch.zeros(4, device="cuda")
-    optimizer.step()  # makes its state
+    optimizer.step()  # creates the optimizer state
     for value in optimizer.state[weight].values():
         value.zero_()
     scaler.scale(weight.detach())

@@ -1,4 +1,4 @@
-"""The simulated GPU notices what it is there for."""
+"""Tests that simulated GPUs detect mistakes, record waits and limit memory."""
 
 import os
 
@@ -16,7 +16,7 @@ def test_devices_do_not_mix():
         for mix in (torch.add, torch.dot, lambda *both: torch.stack(both), lambda a, b: a[None] @ b):
             with pytest.raises(RuntimeError, match="same device"):
                 mix(there, other)
-    assert (there + torch.tensor(1.0)).tolist() == [2, 2, 2]  # a number travels with the call
+    assert (there + torch.tensor(1.0)).tolist() == [2, 2, 2]  # a CPU tensor with zero dimensions is allowed
     assert elsewhere.to("cuda:0").device == there.device
 
 
@@ -26,7 +26,7 @@ def test_a_copy_arrives_once_the_host_waits_for_the_gpu():
 
     source, buffer = torch.arange(3.0, device="cuda:1"), torch.empty(3, pin_memory=True)
     buffer.copy_(source, non_blocking=True)
-    source.zero_()  # what the copy is queued before
+    source.zero_()  # does not affect the copy, which is queued before it
     other, own = torch.cuda.Event(), torch.cuda.Event()
     other.record()
     own.record(torch.cuda.current_stream(1))
@@ -57,7 +57,7 @@ def test_pinned_memory_may_not_change_before_it_is_copied():
         assert torch.stack(sums).tolist() == [0, 3, 6, 9, 12]
         assert len(GPUS.mistakes()) == num_mistakes
         GPUS.forget_mistakes()
-    for _ in range(5):  # what nobody holds any more is not used for something else
+    for _ in range(5):  # freed pinned memory is not reused before it was copied
         torch.ones(3).pin_memory().to("cuda", non_blocking=True)
     ring[0].to("cuda", non_blocking=True)
     ring[0].fill_(7)
@@ -77,17 +77,17 @@ def test_waits_for_the_device_are_recorded():
     there[indices]
     there.copy_(torch.zeros(3))
     torch.zeros(3).to("cuda", non_blocking=True)
-    there.to("cpu", non_blocking=True)  # into page-locked memory, as torch does by itself
+    there.to("cpu", non_blocking=True)  # does not wait, because torch allocates pinned memory
     torch.zeros(3).pin_memory().to("cuda", non_blocking=True)
     there.mul_(2).add_(torch.tensor(1.0))
     mask = there > 0
-    there[mask] = 1.0  # fills what the mask has
+    there[mask] = 1.0  # calls masked_fill_, which does not wait
     there[mask] = there * 2
     there[mask]
     counts = mask.long()
     counts.repeat_interleave(counts)
     counts.repeat_interleave(counts, output_size=3)
-    assert [wait.what for wait in GPUS.waits] == [  # the third one sends the indices
+    assert [wait.what for wait in GPUS.waits] == [  # the third wait is for the copy of the indices
         "_local_scalar_dense",
         "nonzero",
         "copy from the host",

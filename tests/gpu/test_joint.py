@@ -1,4 +1,4 @@
-"""Losses of all rows of a step on simulated GPUs: what the CPU learns, without host waits or recordings."""
+"""Tests losses that couple all rows of a step (`joint_loss`) on simulated GPUs."""
 
 import pytest
 
@@ -15,7 +15,7 @@ CLIP = [
 
 
 def assert_same(a, b, closeness=1e-9):
-    """In weights: losses of an evaluation are of other batches."""
+    """Asserts that weights are equal up to rounding. Evaluation losses depend on the size of evaluation batches."""
     assert largest_difference(load(a / "last.pth"), load(b / "last.pth")) < closeness
 
 
@@ -30,7 +30,7 @@ def test_matches_the_cpu_without_graphs(tmp_path, cache_dir):
 
 @on_simulated_gpus()
 def test_gradients_scaled_for_fp16_match_those_of_a_loss_in_forward(tmp_path, cache_dir):
-    """Those of fp16, of one forward and of several, as of a loss in the forward."""
+    """`ClipsOfABatch` computes the loss in `forward`; `Clips` uses `joint_loss`, with one or several forward passes."""
     for name, task, size in (("whole", "ClipsOfABatch", 12), ("one", "Clips", 12), ("several", "Clips", 5)):
         own = ["--task", f"{HELPERS / 'joint_task.py'}:{task}", *CLIP[2:], "--batch-size", size]
         run(cache_dir, *own, "--amp", "fp16", "--device", "cuda", "--save-dir", tmp_path / name)

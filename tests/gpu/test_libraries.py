@@ -1,4 +1,4 @@
-"""What a run tells the libraries of a GPU before it computes."""
+"""Tests the settings of cuDNN, cuBLAS and CPU threads for runs on a GPU."""
 
 import pytest
 
@@ -28,12 +28,12 @@ def test_cuda_libraries_are_set_up_for_flags_and_task(tmp_path):
 
     for cudnn.benchmark in (False, True):
         with process_restored():
-            # cuBLAS reads its setting once: the first run of a process has that of a later, deterministic one.
+            # cuBLAS reads its setting once per process, so every run sets the value that deterministic runs need.
             assert told("har") == (True, True, False, ":4096:8")
             assert told("har", "--deterministic") == (False, True, False, ":4096:8")
             assert told("har", "--parts", "2") == (False, True, False, ":4096:8")
-            assert torch.get_deterministic_debug_mode() == 1  # of an operator that has no such algorithm it warns
-            # Utterances of other lengths, tables of other sizes in every batch: no shape comes again.
+            assert torch.get_deterministic_debug_mode() == 1  # warns about nondeterministic operators
+            # Shapes differ between batches, and cuDNN would prepare attention and convolutions for each shape.
             for task in ("speech", "tabular"):
                 assert told(task) == (False, False, False, ":4096:8")
         assert cudnn.allow_tf32 and torch.backends.cuda.cudnn_sdp_enabled() and WORKSPACE not in os.environ

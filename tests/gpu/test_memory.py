@@ -1,4 +1,4 @@
-"""Memory of an simulated GPU that is too small for a batch: the run learns the same with smaller ones."""
+"""Tests that a run adapts its batches to the memory of a GPU without a change of its results."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from trainer.loop.memory import MemoryGuard
 KIB = 2**10
 WIDE = ["--width", 64, "--num-train", 96, "--num-val", 64, "--global-batch-size", 48, "--batch-size", 48, *EXACT]
 ROOM = 500 * KIB
-"""A forward and a backward of 48 samples take more, of 24 less."""
+"""Bytes of GPU memory that suffice for a forward and backward pass on 24 samples, but not on 48."""
 
 
 @on_simulated_gpus()
@@ -25,7 +25,7 @@ def test_the_dry_run_finds_what_fits(tmp_path, cache_dir):
 
 @on_simulated_gpus()
 def test_a_step_out_of_memory_is_retried(tmp_path, cache_dir):
-    """As if others had taken memory after the dry run."""
+    """The memory limit starts after the dry run, as if another process had then taken memory."""
     dry_run = MemoryGuard.dry_run
 
     def then_memory_gets_short(*arguments):
@@ -57,9 +57,9 @@ def test_too_little_memory_for_a_single_sample_is_reported(tmp_path, cache_dir):
 
 @on_simulated_gpus()
 def test_out_of_memory_for_the_first_samples_is_reported(tmp_path, cache_dir):
-    """The weights have found room, and what a forward keeps beside them does not."""
+    """The weights fit into memory, but not together with the activations of two samples."""
     width = 4000
-    GPUS.limit_memory(25 * width * 8)  # weights: 11; what five positions of two samples give: 10 a layer
+    GPUS.limit_memory(25 * width * 8)  # weights take 11 of 25, activations of 2 x 5 time steps 10 per layer
     run(cache_dir, *TINY, "--width", width, *EXACT, "--device", "cuda", "--save-dir", tmp_path, status=2)
     assert "with 2 samples per forward pass: try --batch-size 1" in GPUS.printed()
 

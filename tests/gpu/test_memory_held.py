@@ -1,11 +1,11 @@
-"""What is held in the memory of a GPU, and in page-locked memory, beside the step itself."""
+"""Tests the memory use of averaged weights and snapshots, and the measurement of peak memory."""
 
 from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 
 
 @on_simulated_gpus()
 def test_evaluating_and_saving_the_average_need_no_second_model():
-    """A step has gradients of that size then, so what fits into the dry run fits here."""
+    """The limit of two layers is below the memory for gradients, so an evaluation fits if the dry run fits."""
     import torch
     from torch import nn
 

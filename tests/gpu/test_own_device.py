@@ -1,11 +1,11 @@
-"""Whatever the current GPU is, a run works on its own ones, and waits for them."""
+"""Tests that a run uses, and waits for, its own GPUs."""
 
 from tests.helpers.simulated_gpu import on_simulated_gpus
 
 
 @on_simulated_gpus(2)
 def test_fetching_waits_for_its_own_gpu():
-    """A copy that has not arrived holds other numbers."""
+    """A copy that has not arrived would be [True, True]."""
     import torch
 
     from trainer.parallel.devices import queue_of
@@ -17,7 +17,7 @@ def test_fetching_waits_for_its_own_gpu():
 
 @on_simulated_gpus(3)
 def test_the_first_gpu_is_the_current_device_in_every_form():
-    """What allocates, or is queued, without naming one must not go to another one's memory and stream."""
+    """Code that names no GPU must not allocate memory or queue work on another GPU."""
     import torch
 
     from trainer.parallel.data_parallel import DataParallel

@@ -1,4 +1,4 @@
-"""The parts of benchmarks/gpu.py on an simulated GPU: those lines of them that only a GPU runs."""
+"""Tests that the parts of benchmarks/gpu.py run on a simulated GPU."""
 
 import importlib
 
@@ -10,7 +10,7 @@ from benchmarks.on_gpu.part import Report, Setting
 from tests.helpers.simulated_gpu import on_simulated_gpus
 
 PARTS = ["machine", "exact", "poisoned", "snapshot", "resumed", "graphed", "loop", "throughput", "saving"]
-"""Without those that fill a GPU's memory, and those that start processes."""
+"""Parts that neither fill the memory of a GPU, nor start processes, nor compile."""
 MODELS = ("sasrec", "plmu")
 
 

@@ -1,4 +1,4 @@
-"""Outputs per sample come from a GPU without a wait for each batch, and do not stay in locked pages of the host."""
+"""Tests that per-sample outputs arrive from a GPU in order, without a wait for each batch."""
 
 import torch
 
@@ -30,7 +30,7 @@ def test_many_batches_arrive_in_order():
 
 @on_simulated_gpus()
 def test_no_evaluation_waits_between_its_batches(tmp_path, cache_dir):
-    """But in the first one for what an objective makes once."""
+    """Only the first evaluation may wait, for objects that the objective creates once."""
     waits, ahead = [], evaluate.agree_ahead
 
     def watched(*arguments):

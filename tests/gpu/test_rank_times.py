@@ -1,4 +1,4 @@
-"""The times of a rank on a GPU lie between events on its stream."""
+"""Tests the times of a rank on a GPU, which are measured between CUDA events."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""One process per GPU, on simulated ones. What they exchange travels by gloo."""
+"""Tests training with one process per simulated GPU, over gloo."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from tests.gpu.test_training import HELPERS, POISONED
 from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 from tests.helpers.simulated_gpu.ranks import run_ranks
 
-# Global batches of 5, the last of an epoch 3, and one that is left out; two phases, tied weights, blocks, buffers.
+# The last global batch of an epoch has 3 samples instead of 5, and steps with the poisoned sample are skipped.
 PIECES = [
     "--task", f"{HELPERS / 'pieces_task.py'}:Pieces", *EXACT, "--epochs", 2, "--batch-size", 1,
     "--global-batch-size", 5, "--lr", 0.02, "--max-grad-norm", 0.3, "--ema-decay", 0.9, "--poisoned",
@@ -24,7 +24,7 @@ FORMS = {
 
 
 def run_on_ranks(tmp_path, cache_dir, *argv, form=("ddp",)):
-    """Two processes, which must end well."""
+    """Trains on two ranks, which must succeed, into `tmp_path / "ranks"`."""
     more = ["--multi-gpu", *form, "--backend", "gloo", "--lockstep-every", 2, "--save-dir", tmp_path / "ranks"]
     assert run_ranks([*argv, *more, "--cache-dir", cache_dir / "lockstep"], 2, tmp_path / "meeting") == [0, 0]
 
@@ -61,7 +61,6 @@ def test_a_nonfinite_step_with_batch_norm_is_skipped(tmp_path, cache_dir):
 @pytest.mark.slow
 @on_simulated_gpus(2)
 def test_all_ranks_shrink_their_batch_if_one_is_out_of_memory(tmp_path, cache_dir):
-    """The others do not wait for it."""
     GPUS.limit_memory(ROOM, device=1)
     argv = [*TINY, *WIDE, "--global-batch-size", 96, "--batch-size", 48, "--eval-batch-size", 8]
     run_on_ranks(tmp_path, cache_dir, *argv)
@@ -73,7 +72,7 @@ def test_all_ranks_shrink_their_batch_if_one_is_out_of_memory(tmp_path, cache_di
 @pytest.mark.slow
 @on_simulated_gpus(2, may_wait=True)
 def test_one_flipped_bit_on_one_rank_is_detected(tmp_path, cache_dir, monkeypatch):
-    """The task itself waits, to count its forwards."""
+    """`may_wait` is set because the task itself waits for the GPU to count its forward passes."""
     monkeypatch.setenv("LOCKSTEP_DRIFT", "bit 1 5")
     drifting = ["--task", f"{HELPERS / 'drifting_task.py'}:Drifting", "--batch-size", 4, "--num-threads", 1]
     more = ["--multi-gpu", "ddp", "--backend", "gloo", "--lockstep-every", 2, "--save-dir", tmp_path / "run"]
@@ -87,7 +86,7 @@ def test_one_flipped_bit_on_one_rank_is_detected(tmp_path, cache_dir, monkeypatc
 @pytest.mark.slow
 @on_simulated_gpus(2, may_wait=True)
 def test_a_lost_rank_costs_one_step(tmp_path, cache_dir, monkeypatch):
-    """One is killed once it has the weights after step 6; the other one saves that step, and both resume from it."""
+    """Rank 1 is killed after the update of step 6. Rank 0 saves this step, and both ranks resume from it."""
     argv = ["--task", f"{HELPERS / 'struck_task.py'}:Struck", "--epochs", 2, "--num-train", 48, "--batch-size", 6,
             "--lr", 0.01, "--num-threads", 1, "--deterministic", "--multi-gpu", "ddp", "--backend", "gloo",
             "--dist-timeout-s", 20, "--cache-dir", cache_dir / "lockstep"]  # fmt: skip
@@ -100,6 +99,6 @@ def test_a_lost_rank_costs_one_step(tmp_path, cache_dir, monkeypatch):
             assert any(statuses) == (attempt < len(strikes)), (name, statuses)
     assert "The state after optimizer step 6 is saved" in GPUS.printed()
     whole, struck = (load(tmp_path / name / "final.pth") for name in ("whole", "struck"))
-    for state in (whole, struck):  # the rescued run scored only a part of the second epoch's training samples
+    for state in (whole, struck):  # the resumed run scored only a part of the second epoch's training samples
         state["scores"] = {name: value for name, value in state["scores"].items() if not name.startswith("train/")}
     assert_same_bits(whole, struck)

@@ -1,4 +1,4 @@
-"""What goes wrong on one GPU of nn.DataParallel is told like anything else."""
+"""Tests that an error in a replica of nn.DataParallel is reported like any other error."""
 
 from tests.conftest import ROOT
 from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus

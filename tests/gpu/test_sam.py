@@ -1,4 +1,4 @@
-"""Sharpness-aware steps on simulated GPUs: what the CPU learns, without a wait of the host, and no recordings."""
+"""Tests sharpness-aware minimisation (SAM) on a simulated GPU."""
 
 from tests.conftest import largest_difference, load
 from tests.gpu.runs import run

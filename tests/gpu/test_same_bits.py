@@ -1,4 +1,4 @@
-"""`--parts` on simulated GPUs: the same bits on one and on two."""
+"""Tests that `--parts` trains bit-identically on one and two simulated GPUs."""
 
 import pytest
 
@@ -21,7 +21,7 @@ WAYS = [pytest.param([], marks=pytest.mark.slow), ["--cuda-graphs", "on", "--epo
 @pytest.mark.parametrize("more", TASKS, ids=["one phase", "two phases"])
 @on_simulated_gpus(2, may_wait=True)
 def test_two_gpus_match_one_bit_identically(more, tmp_path, cache_dir):
-    """The task itself waits, to see which samples there are; in a short step a rank without any asks the others."""
+    """`may_wait` is set because the task itself waits for the GPU to look at sample indices."""
     argv = ["--task", f"{FILE}:{more[0]}", *more[1:], *FLAGS, "--cache-dir", cache_dir / "lockstep"]
     on_two = ["--multi-gpu", "ddp", "--backend", "gloo", "--num-threads", 1, "--save-dir", tmp_path / "two"]
     assert run_ranks([*argv, *on_two], 2, tmp_path / "meeting") == [0, 0]

@@ -1,4 +1,4 @@
-"""Streams beside an simulated GPU: what the CPU learns, by the trainer's process or by workers."""
+"""Tests training on a stream of samples on a simulated GPU."""
 
 from tests.conftest import largest_difference, load
 from tests.gpu.runs import run
@@ -9,7 +9,8 @@ from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 @on_simulated_gpus()
 def test_matches_the_cpu_with_and_without_workers(tmp_path, cache_dir):
     task = ["--task", f"{HELPERS / 'jobs.py'}:Streamed", "--epochs", 3, "--batch-size", 6, "--num-threads", 1]
-    for name, more in (("workers", ["--num-workers", 2]), ("cuda", []), ("cpu", [])):  # forked before CUDA is used
+    # The run with workers is first, because workers must be forked before this process uses CUDA.
+    for name, more in (("workers", ["--num-workers", 2]), ("cuda", []), ("cpu", [])):
         device = "cpu" if name == "cpu" else "cuda"
         run(cache_dir, *task, "--device", device, "--log-interval", 100, "--save-dir", tmp_path / name, *more)
         assert ("Workers: 2" if more else "Workers: 0") + " per rank" in GPUS.printed()

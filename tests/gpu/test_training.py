@@ -1,4 +1,4 @@
-"""Training on one simulated GPU learns what it learns on the CPU, and never waits for the GPU within a step."""
+"""Tests that training on one simulated GPU matches the CPU, and never waits for the GPU within a step."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_other_tasks_match_the_cpu_on_the_second_gpu(tmp_path, cache_dir):
 
 @on_simulated_gpus()
 def test_results_of_many_steps_match_the_cpu(tmp_path, cache_dir):
-    """Results of steps are looked at in groups, and sums are folded."""
+    """80 steps exceed GROUP_SIZE and FOLD_EVERY, so results are fetched and sums are folded within the epoch."""
     more = ["--num-train", 80, "--batch-size", 1, "--log-interval", 1000, *EXACT]
     for device in ("cuda", "cpu"):
         tiny(cache_dir, tmp_path / device, "--device", device, *more)
@@ -55,7 +55,7 @@ def test_results_of_many_steps_match_the_cpu(tmp_path, cache_dir):
 
 @on_simulated_gpus(may_wait=True)
 def test_optimizers_that_make_the_host_wait_match_the_cpu(tmp_path, cache_dir):
-    """One for sparse gradients, and some without fused kernels."""
+    """`Sparse` has an optimizer for sparse gradients, `OwnOptimizers` has optimizers without fused kernels."""
     for name in ("Sparse", "OwnOptimizers"):
         for device in ("cuda", "cpu"):
             run(cache_dir, "--task", f"{HELPERS / 'token_task.py'}:{name}", "--epochs", 1, "--batch-size", 18, *EXACT,
@@ -91,7 +91,7 @@ def test_a_nonfinite_step_ends_training(tmp_path, cache_dir):
 
 @on_simulated_gpus()
 def test_a_step_that_overflows_fp16_is_skipped(tmp_path, cache_dir):
-    """One step of three, which halves the scale of the gradients."""
+    """One of three steps overflows and halves the loss scale."""
     state = tiny(cache_dir, tmp_path, *BAD_FIRST_EPOCH, "--device", "cuda", "--amp", "fp16")
     assert state["scaler"]["scale"] == 2**15
     assert "Skipped" not in GPUS.printed()

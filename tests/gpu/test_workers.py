@@ -1,4 +1,4 @@
-"""Batches for a GPU: worker processes on trial, none forked from a process with CUDA, and pinned memory."""
+"""Tests batch loading for a GPU: the choice of worker processes, pinned memory and prefetching."""
 
 import multiprocessing
 from pathlib import Path
@@ -43,7 +43,7 @@ def told() -> list[str]:
 
 @on_simulated_gpus()
 def test_slow_data_get_workers_and_stay_bit_identical(tmp_path, cache_dir):
-    """Those that are to spare beside the trainer; training and evaluations, of which the last one comes at the end."""
+    """The trainer keeps one of three cores. One evaluation is in the middle of the epoch, the last one at its end."""
     loaders.num_cores = lambda: 3
     assert not torch.cuda.is_initialized()
     found = tiny(cache_dir, tmp_path / "auto", *SLEEPY, *LONG, "--eval-every-steps", 25)
@@ -103,7 +103,7 @@ def test_num_workers_starts_workers_but_never_forks_a_process_with_cuda(tmp_path
 
 @on_simulated_gpus()
 def test_batches_wait_in_pinned_memory_until_they_were_copied():
-    """Which torch does not use again before; who changes it too early is noticed."""
+    """Loading reports no mistakes; a change of a batch before it was copied is detected."""
     collate, data = Weighted(WeightedFlags(), 0, Path()).collate, [Sequences(40, 0, True)]
     keys = [SampleKeys(np.arange(i, i + 4), epoch=1) for i in range(0, 40, 4)]
     expected = list(BatchLoader(data, collate)(keys))
@@ -127,7 +127,7 @@ def test_batches_wait_in_pinned_memory_until_they_were_copied():
 
 @on_simulated_gpus()
 def test_prefetching_changes_nothing(tmp_path, cache_dir):
-    """Neither steps nor evaluations, launched or recorded; a GPU that lacks memory for it gets the batch later."""
+    """Runs with SMALLEST_UPLOAD = 2**18 prefetch nothing. A batch is not prefetched if the GPU lacks memory for it."""
     found = []
     for strategy.SMALLEST_UPLOAD in (0, 2**18):
         for graphs in ("on", "off"):

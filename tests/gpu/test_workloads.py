@@ -1,4 +1,4 @@
-"""Each workload that comes with the trainer, on one simulated GPU, on the second one, and on three."""
+"""Tests every built-in task on one simulated GPU, on the second of several, and on three."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from trainer.loading.workers import Workers
 SEQREC = ["--task", "seqrec", *small_seqrec.SMALL, "--k-core", 0, "--dropout", 0, "--max-steps", 3]
 KGAT = ["--task", "kgat", "--model", "kgat", "--ks", 2, 5, "--epochs", 1, "--lr", 0.01, "--dropout", 0,
         "--embed-dim", 8, "--layer-dims", 8, 4, "--relation-dim", 5]  # fmt: skip
-HAR = ["--task", "har", "--data-on", "host"]  # a GPU rounds its normal numbers in its own way, and audio
+HAR = ["--task", "har", "--data-on", "host"]  # a GPU rounds its random numbers, and audio features, differently
 SPEECH = ["--task", "speech", "--data-on", "host", "--dropout", 0, "--max-steps", 3]
 WORKLOADS = {
     "har": [*HAR, "--mode", "first", "--hidden-dims", 8, "--dropout", 0, "--max-steps", 3],
@@ -44,9 +44,9 @@ VARIANTS = {
 }
 GRAPH = ["--task", "kgat", "--model", "kgat", "--ks", 2, 5, "--lr", 0.01, "--embed-dim", 8, "--model"]
 RECORDED = WORKLOADS | VARIANTS | {f"kgat {model}": [*GRAPH, model] for model in ("lightgcn", "kg-lightgcn", "bprmf")}
-for name in ("seqrec rules", "kgat itemknn"):  # which have no steps
+for name in ("seqrec rules", "kgat itemknn"):  # these models make no optimizer steps
     del RECORDED[name]
-del RECORDED["kgat deterministic"], RECORDED["har deepconvlstm"]  # which takes two minutes, as tabicl would
+del RECORDED["kgat deterministic"], RECORDED["har deepconvlstm"]  # equal to "kgat" here; takes two minutes
 DATA = {
     "seqrec": small_seqrec.write_interactions,
     "kgat": small_catalogue.write_catalogue,
@@ -118,7 +118,7 @@ def test_every_workload_trains_in_every_precision_and_form(name, form, amp, tmp_
 )
 @on_simulated_gpus(1, may_wait=True)
 def test_captured_workloads_train_bit_identically(name, tmp_path, cache_dir):
-    """Speech of a new length waits for a constant, once."""
+    """`may_wait` is set because the host waits for a constant at each new length of speech."""
     domain = name.split()[0]
     more = [*RECORDED[name], "--eval-every-steps", 3, "--warmup-epochs", 0]
     more += ["--dropout", 0.1] if domain not in ("kgat", "tabular") else []
@@ -139,7 +139,7 @@ def test_drawing_batches_on_a_gpu_does_not_block_the_host(name, tmp_path, cache_
     for own, there in zip(datasets, moved(datasets, device), strict=True):
         keys = [SampleKeys(np.arange(i, i + 4) % len(own), epoch=2, few_lengths=True) for i in range(5)]
         loader = DeviceLoader([there], task.collate, device)
-        loader.one(keys[0])  # checks the weights
+        loader.one(keys[0])  # the first batch checks the weights, which may wait
         before = len(GPUS.waits)
         batches = list(loader(keys))
         assert GPUS.waits[before:] == []
