@@ -4,7 +4,7 @@ from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 
 
 @on_simulated_gpus(2)
-def test_checking_replicas_does_not_wait_for_a_gpu(tmp_path):
+def test_data_parallel_does_not_wait_for_a_gpu_with_features(tmp_path):
     import torch
 
     from tasks.har import HarFlags, HarTask

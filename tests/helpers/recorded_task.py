@@ -131,21 +131,6 @@ CountingTask, HookedTask, FromHostTask = task_of(Counting), task_of(Hooked), tas
 CountingElsewhereTask, PinningTask = task_of(CountingElsewhere), task_of(Pinning)
 
 
-class SkippingObjective(ShapedObjective):
-    """Objective that skips a layer for batches of at most four samples on a GPU."""
-
-    def forward(self, batch, phase="train"):
-        x = torch.tanh(self.model.first(batch["x"]))
-        if batch["index"].device.type != "cuda" or len(x) > 4:
-            x = x + self.model.norm(x)
-        return {"loss": F.cross_entropy(self.model.last(x), batch["y"], reduction="sum")}
-
-
-class Skipping(Shaped):
-    def build_objective(self):
-        return SkippingObjective(Network())
-
-
 class ChangingObjective(ShapedObjective):
     """Objective that modifies its batch: removes entries, writes into tensors, and requires a gradient of a tensor."""
 
