@@ -1,4 +1,4 @@
-"""State that steps change besides parameters is the same with any saves, stops and number of processes."""
+"""State that steps change besides parameters does not depend on saves, resumes or the number of processes."""
 
 import json
 
@@ -60,7 +60,7 @@ def assert_resumes(train, folder, steps):
 
 
 def test_a_skipped_step_leaves_no_trace_in_buffers(run_here, tmp_path):
-    """Otherwise a NaN would stay in a running mean for ever."""
+    """Without the skip, a NaN would stay in the running mean."""
     (tmp_path / "poisoned.py").write_text(
         "from tests.helpers.remembering_task import *\n"
         "class Poisoned(Remembering):\n"

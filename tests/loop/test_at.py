@@ -1,4 +1,4 @@
-"""A task that uses progress and scores learns what a bare loop learns, without and with a resume."""
+"""Tasks and schedules that depend on progress and scores match a bare loop, with and without a resume."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def data(num, seed):
 
 
 def steps(epoch):
-    """The middle and the samples of each step of an epoch."""
+    """Returns (middle, samples) of each step of an epoch."""
     order = torch.from_numpy(EpochOrder(0, epoch, 0, 21).take(0, 21))
     return [((start + min(start + 8, 21)) // 2, order[start : start + 8]) for start in (0, 8, 16)]
 

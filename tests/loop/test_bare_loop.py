@@ -1,6 +1,6 @@
-"""A run learns what a bare loop learns, which is written by hand with torch's own optimizers, in float64.
+"""A run matches a bare loop, written by hand with torch's own optimizers, in float64.
 
-Ranks that agree with each other could all be wrong; this loop knows nothing of the trainer but the order of samples.
+Ranks that agree with each other could all be wrong. The bare loop shares only the order of samples with the trainer.
 """
 
 import functools
@@ -73,12 +73,12 @@ def cosine(progress, step):
 
 
 def linear(progress, step):
-    """A linear decay to a tenth of the peak."""
+    """Decays linearly to a tenth of the peak."""
     return 1 - 0.9 * (progress - WARMUP) / (EPOCHS - WARMUP)
 
 
 def wsd(progress, step):
-    """A decay in the last fifth of the run."""
+    """Decays in the last fifth of the run."""
     return 1.0 if progress < 2.4 else 1 - math.sqrt((progress - 2.4) / 0.6)
 
 
@@ -126,7 +126,7 @@ CASES = {
 
 
 def clip(params):
-    """Clips as torch.nn.utils.clip_grad_norm_ does, which does not support sparse gradients."""
+    """Clips gradients like torch.nn.utils.clip_grad_norm_, which does not support sparse gradients."""
     if not any(p.grad.is_sparse for p in params):
         return nn.utils.clip_grad_norm_(params, MAX_NORM)
     for p in params:
@@ -139,7 +139,7 @@ def clip(params):
 
 @dataclass
 class Learnt:
-    """average: of the weights, with a decay of EMA_DECAY. num_clipped, num_skipped: steps."""
+    """Result of the bare loop. average: weights averaged with decay EMA_DECAY. num_clipped, num_skipped: steps."""
 
     weights: dict
     average: list
@@ -148,7 +148,7 @@ class Learnt:
 
 
 def learnt(case, bad_sample=-1):
-    """The result of the bare loop, which skips steps with a bad sample."""
+    """Trains by the bare loop, which skips steps with a bad sample."""
     torch.manual_seed(0)
     data, model = Samples(NUM_TRAIN, 0), Classifier(sparse=case.task == "Sparse").double()
     optimizers = case.optimizers(model)
@@ -166,7 +166,7 @@ def learnt(case, bad_sample=-1):
             progress = epoch + (start + start + len(index)) // 2 / NUM_TRAIN
             warms_up = case.has_warmup and progress < WARMUP
             factor = progress / WARMUP if warms_up else case.factor(progress, step)
-            # A frozen parameter's gradient is part of the norm.
+            # The norm includes gradients of parameters that no optimizer trains.
             found.num_clipped += float(clip(params)) > MAX_NORM
             step += 1
             if bad_sample in index:
@@ -192,13 +192,13 @@ def argv_of(name, accumulation, world_size):
 
 
 def run_all(environment, keys, folder):
-    """Trains every case on one process of a world, and resumes it from the middle of an epoch."""
+    """Trains every case on one rank, and resumes it in the middle of an epoch."""
     return max(run_twice(environment, *key, folder / name_of(*key)) for key in keys)
 
 
 def run_twice(environment, name, accumulation, place):
     status = run_once(environment, name, accumulation, place)
-    if environment.rank == 0:  # the others wait for it
+    if environment.rank == 0:  # the other ranks wait for rank 0
         entries = json.loads((place / "manifest.json").read_text())["checkpoints"]
         (middle,) = [i for i, entry in enumerate(entries) if entry["step"] == MID_EPOCH]
         assert entries[middle]["samples"] > 0
@@ -220,7 +220,7 @@ def again(place):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """Trains cases once in a world of a given size; returns the folder of their runs."""
+    """Returns the folder of the runs of some cases, which are trained once per world size."""
 
     @functools.cache
     def of_size(world_size, keys):
@@ -261,7 +261,7 @@ def test_every_case_matches_a_bare_loop_at_every_world_size(world_size, key, wor
 
 @pytest.mark.parametrize("name", ["momentum", "sparse"])
 def test_a_run_that_skips_nonfinite_steps_matches_a_bare_loop(name, run_here, tmp_path):
-    """The first step is skipped too, before there are moments."""
+    """The first step is skipped too, before the optimizer has moments."""
     bad = int(EpochOrder(0, 0, 0, NUM_TRAIN).take(0, 1)[0])
     expected = learnt(CASES[name], bad)
     assert expected.num_skipped == EPOCHS
@@ -281,7 +281,7 @@ def test_data_parallel_learns_from_sparse_gradients(tmp_path):
 
 
 def test_no_two_cases_learn_the_same_weights():
-    """A case that learns the same as another would prove nothing."""
+    """A case with the same weights as another would prove nothing."""
     weights = {name: learnt(case).weights for name, case in CASES.items()}
     for name, its in weights.items():
         for other, theirs in weights.items():

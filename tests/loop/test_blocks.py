@@ -1,4 +1,4 @@
-"""`--grad-checkpointing` and `--compile` change neither what is learnt nor checkpoints, without and with a resume."""
+"""`--grad-checkpointing` and `--compile` change neither weights nor checkpoints, with and without a resume."""
 
 import shutil
 from typing import ClassVar
@@ -58,7 +58,7 @@ def test_activations_are_computed_twice_with_gradients_and_once_without():
 
 
 def test_recomputing_keeps_gradients_of_gradients():
-    """Some GANs have a penalty on the gradient with respect to the input."""
+    """Some GANs penalise the gradient with respect to the input."""
     found = []
     for recomputed in (False, True):
         torch.manual_seed(0)
@@ -108,7 +108,7 @@ def test_compiled_training_matches_eager_for_many_lengths(more, train_ragged, tm
     counters.clear()
     compiled = train_ragged(tmp_path / "compiled", *same, *more, "--compile")
     assert largest_difference(compiled, plain) < 1e-9
-    assert 0 < counters["stats"]["unique_graphs"] < 12  # of 16 lengths, in training and in evaluation
+    assert 0 < counters["stats"]["unique_graphs"] < 12  # there are 16 lengths, in training and in evaluation
 
 
 def test_unsupported_uses_of_blocks_are_refused(refused, monkeypatch, tmp_path):
@@ -143,9 +143,9 @@ def test_two_processes_match_one_process_without_the_flag(flag, command, tmp_pat
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for CPUs by g++")
 def test_the_real_compiler_resumes_bit_identically_and_matches_eager(train_ragged, monkeypatch, tmp_path):
-    """The compiler draws dropout in its own way, so the comparison with eager has no dropout."""
+    """Compiled code draws other dropout masks than eager code, so their comparison has no dropout."""
     monkeypatch.setattr(blocks, "BACKEND", "inductor")
-    monkeypatch.setattr(inductor_config, "compile_threads", 1)  # else it keeps a pool of threads
+    monkeypatch.setattr(inductor_config, "compile_threads", 1)  # otherwise a pool of threads would remain
     often = ["--compile", "--save-every-steps", 3, "--keep-checkpoints", 0]
     unbroken = train_ragged(tmp_path / "unbroken", *often)
     entries = read_json(tmp_path / "unbroken" / MANIFEST)["checkpoints"]

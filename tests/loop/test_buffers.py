@@ -26,7 +26,7 @@ TINY = ["--task", NORMED, "--epochs", EPOCHS, "--lr", LR, "--batch-size", SIZE, 
 
 
 class BareLoop:
-    """Plain torch runs the processes one after another, each from the statistics before the step."""
+    """Plain training loop that runs the processes one after another, each from the statistics before the step."""
 
     def __init__(self, world_size, whole):
         self.task = Normed(NormedFlags(), seed=0, cache_dir=None)
@@ -79,7 +79,7 @@ class BareLoop:
 
 @pytest.mark.parametrize(("world_size", "whole"), [(1, 6), (2, 5), pytest.param(3, 4, marks=pytest.mark.slow)])
 def test_statistics_cover_all_processes(world_size, whole, command, tmp_path):
-    """Steps have accumulation and unequal shares. For a last step of one sample, other processes have placeholders."""
+    """Steps accumulate, and ranks have unequal shares. In a last step of one sample, other ranks have placeholders."""
     command(*launcher(world_size), *TINY, "--global-batch-size", whole, "--save-dir", tmp_path)
     found, expected = load(tmp_path / "final.pth")["model"], BareLoop(world_size, whole).weights()
     assert found.keys() == expected.keys()

@@ -1,4 +1,4 @@
-"""A task that breaks its contract is refused in one sentence, which names the method."""
+"""A task that breaks its contract is refused with one sentence, which names the method."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from tests.helpers.weighted_task import Sequences, Weighted, WeightedObjective
 
 
 def broken(**attributes):
-    """The task for tests, with these attributes instead of its own."""
+    """Returns a subclass of `Weighted` with the given attributes."""
     return type("Broken", (Weighted,), attributes)
 
 
@@ -20,7 +20,7 @@ def with_splits(change):
 
 
 def with_batch(**changes):
-    """A task whose batches have these entries, except entries that are None."""
+    """Returns a task whose batches have the given entries, and lack those given as None."""
 
     def collate(self, samples, keys):
         batch = Weighted.collate(self, samples, keys) | changes
@@ -30,7 +30,7 @@ def with_batch(**changes):
 
 
 def with_sums(sums):
-    """A task whose objective returns `sums` of the loss."""
+    """Returns a task whose objective returns `sums(loss)`."""
 
     class Objective(WeightedObjective):
         def forward(self, batch, phase="train"):

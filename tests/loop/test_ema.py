@@ -5,7 +5,6 @@ from trainer.loop.ema import ExponentialMovingAverage
 
 
 def reference(history, decay):
-    """The recursion written out."""
     average = history[0]
     for n, weights in enumerate(history[1:]):
         d = min(decay, (1 + n) / (10 + n))

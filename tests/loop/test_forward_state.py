@@ -1,4 +1,4 @@
-"""Buffers and attributes that forward passes change: as in a bare loop, on two processes and after a resume."""
+"""Buffers and attributes that forward passes change match a bare loop, on two processes and after a resume."""
 
 import json
 
@@ -37,7 +37,7 @@ def train_two(environment, tmp_path):
 
 
 class BareLoop:
-    """Plain torch with one copy of the model per process. Gradients are summed, and buffers come from the first copy.
+    """Plain loop with one copy of the model per process, which sums gradients and copies the buffers of the first copy.
 
     Each copy keeps its own attributes, and its own non-persistent buffers that a forward pass replaces.
     """
@@ -63,7 +63,7 @@ class BareLoop:
             parts = chosen[rank :: self.world_size].split(self.size)
             for own in parts:
                 (F.cross_entropy(model(self.x[own]), self.y[own], reduction="sum") / len(chosen)).backward()
-            if self.kind == "Counting":  # a placeholder counts as a forward
+            if self.kind == "Counting":  # a placeholder counts as a forward pass
                 model[0][1].calls += len(chosen[:: self.world_size].split(self.size)) - len(parts)
         for parameters in zip(*(model.parameters() for model in self.models), strict=True):
             gradient = sum(parameter.grad for parameter in parameters)
@@ -105,7 +105,7 @@ def test_one_process_matches_a_bare_loop(kind, run_here, tmp_path):
     ],
 )
 def test_two_processes_match_a_bare_loop(form, kind, train_two, tmp_path):
-    """Steps have accumulation, and the last step of an epoch has a placeholder, with shares of 3 and 2 samples."""
+    """The ranks have 3 and 2 samples in the last step of an epoch, so with micro-batches of 2 one has a placeholder."""
     size = 4 if "BatchNorm" in kind else 2  # batch norm refuses a single sample
     train_two(form, tmp_path / "run", *of(kind), "--batch-size", size)
     assert_learnt_as(BareLoop(kind, 2, size), tmp_path / "run")

@@ -1,4 +1,4 @@
-"""A joint loss equals the loss of one graph over all forward passes of a step, written by hand in float64."""
+"""A step with a joint loss equals a step written by hand, with one float64 graph over all its forward passes."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ EPOCHS, GLOBAL_BATCH, LR, MID_EPOCH = 2, 12, 0.1, 4
 
 @dataclass(frozen=True)
 class Case:
-    """size: samples per forward of a device. overlaps: gradients travel during the backward, as of large models."""
+    """size: samples per forward pass of a device. overlaps: gradients are exchanged during the backward pass."""
 
     task: str
     size: int
@@ -58,7 +58,7 @@ class Case:
 
 NAMES = "Joint", "Clips", "OfTriplets", "VicRegs"
 TWO_LEFT = 26
-"""A number of samples that leaves two for the last step of an epoch, so that the third process has none."""
+"""26 samples leave two for the last step of an epoch, so that the third process has none."""
 CASES = {
     1: [
         *(Case(task, 4, 30, dropout=0.3, norm=True, resumes=task == "Joint") for task in NAMES),
@@ -97,7 +97,7 @@ REFUSED = {
 
 
 class OfRank(SingleDevice):
-    """Seeds dropout as the process of a rank does."""
+    """Strategy that seeds dropout like the process with the given rank."""
 
     def __init__(self, rank):
         super().__init__(torch.device("cpu"))
@@ -105,7 +105,7 @@ class OfRank(SingleDevice):
 
 
 def learnt(case, world_size):
-    """The state dict after a bare loop. Its batch norm statistics hold for one process."""
+    """Returns the state dict after a bare loop. Its batch norm statistics are right for one process only."""
     task_type = joint_task.Joint if case.task.startswith("Gathers") else getattr(joint_task, case.task)
     config = joint_task.JointFlags(num_train=case.num_train, dropout=case.dropout, norm=case.norm)
     task = task_type(config, seed=0, cache_dir=None)
@@ -142,7 +142,7 @@ def learnt(case, world_size):
 
 
 def run_all(environment, folder):
-    """Trains every case on one process of a world, and resumes some from the middle of an epoch."""
+    """Trains every case of this world size, and resumes some of them in the middle of an epoch."""
     usual = ddp.OVERLAP_BYTES
     for case in CASES[environment.world_size]:
         ddp.OVERLAP_BYTES = 0 if case.overlaps else usual
@@ -151,7 +151,7 @@ def run_all(environment, folder):
             return 1
         if not case.resumes:
             continue
-        if environment.rank == 0:  # the others wait for it
+        if environment.rank == 0:  # the other ranks wait for rank 0
             cut_back_to(place, MID_EPOCH, again(place))
         if run_once(environment, case, again(place)):
             return 1
@@ -170,7 +170,7 @@ def again(place):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """Trains the cases of a world of a given size once; returns the folder of their runs."""
+    """Returns the folder of the runs of a world size, which are trained once."""
 
     @functools.cache
     def of_size(world_size):
@@ -198,7 +198,6 @@ def test_a_step_equals_one_graph_over_its_forward_passes(world_size, case, world
 
 
 def test_without_dropout_micro_batches_equal_the_whole_batch(run_here, tmp_path):
-    """Metrics of training are equal too."""
     for size in (12, 5):
         run_here(*Case("Joint", size).flags, "--save-dir", tmp_path / str(size))
     whole, parts = (load(tmp_path / str(size) / "final.pth")["model"] for size in (12, 5))

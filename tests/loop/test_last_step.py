@@ -13,7 +13,7 @@ LOG = SilentLog()
 
 
 class Device(DeviceQueue):
-    """A device that has passed a given number of marks."""
+    """Queue of a device that has passed `num_passed` marks."""
 
     def __init__(self):
         super().__init__(GROUP_SIZE)
@@ -25,7 +25,7 @@ class Device(DeviceQueue):
 
 
 def steps_of_host(num_steps, device):
-    """A host that has enqueued some steps, with one mark first and then three for each step."""
+    """Enqueues steps: one mark at the start, and three per step."""
     last, progress = LastStep(device), Progress()
     last.begin(progress)
     for number in range(1, num_steps + 1):
@@ -50,7 +50,7 @@ def steps_of_host(num_steps, device):
     ],
 )
 def test_the_last_step_that_the_device_completed_is_found(num_passed, expected):
-    """No step is known between the marks before and after an optimizer."""
+    """Between the marks before and after the optimizer's update, the weights belong to no step."""
     device = Device()
     last = steps_of_host(3, device)
     device.num_passed = num_passed
@@ -81,7 +81,7 @@ def test_before_training_no_progress_is_known():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and -m cuda")
 def test_the_last_step_is_found_while_a_gpu_lags_behind(monkeypatch):
-    """A kernel that takes a second stands for an exchange that never ends."""
+    """A kernel of about one second takes the place of an exchange that never ends."""
     monkeypatch.setattr(rescue, "DRAINS_WITHIN_S", 0.05)
     last, progress = LastStep(CudaQueue(torch.device("cuda", 0))), Progress()
     last.begin(progress)

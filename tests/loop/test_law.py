@@ -1,4 +1,4 @@
-"""A mean in place of a sum is refused, and any other dependence on the division of a batch is reported."""
+"""A mean in place of a sum is refused, and any other dependence on how a batch is split is reported."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ DEPENDS = "so results depend on --batch-size and the number of devices"
 
 
 class Job(Task):
-    """Its objective is the class that a test gives."""
+    """Task whose `objective` a test sets."""
 
     objective: type[Objective]
     model = staticmethod(lambda: nn.Linear(4, 2))
@@ -95,7 +95,7 @@ def very_noisy(self, batch, phase="train"):
 
 
 def by_gradient(self, batch, phase="train"):
-    """Adversarial training computes gradients within its forward pass."""
+    """Computes a gradient within the forward pass, like adversarial training."""
     x = batch["x"].requires_grad_()
     if self.training:
         (moved,) = torch.autograd.grad(losses(self, {**batch, "x": x}).sum(), x)
@@ -104,7 +104,7 @@ def by_gradient(self, batch, phase="train"):
 
 
 def by_chance(self, batch, phase="train"):
-    """A count of 1 in two samples and in four, as batch statistics may cause."""
+    """Adds a count that is 1 for two samples and for four, as batch statistics may cause."""
     return total(self, batch) | {"count": torch.tensor({2: 1, 4: 1}.get(len(batch["y"]), 2))}
 
 
@@ -148,7 +148,7 @@ NAMED = {
 
 
 def remarks_of(task_type, *more):
-    """The remarks about a new model of a task."""
+    """Returns the remarks about a task's new model, and asserts that the check leaves no trace."""
     argv = ["--task", "own", "--device", "cpu", *more]
     flags, problems = parse(argv, several_devices=False, task_type=task_type)
     assert problems == []

@@ -1,6 +1,6 @@
-"""Runs counted in optimizer steps, and evaluations within an epoch: each is exact, and changes nothing else.
+"""Runs with a length in optimizer steps or minutes, and evaluations within an epoch, which do not change training.
 
-What such runs learn in phases is compared with a bare loop in test_phases.py.
+test_phases.py compares runs that train in phases with a bare loop.
 """
 
 import json
@@ -24,7 +24,7 @@ RUN = [
     "--keep-checkpoints", 0, "--log-interval", 1,
 ]  # fmt: skip
 EVENTS = ("step", "epoch", "evaluation", "result")
-# Asks its own process to stop in a forward of evaluation.
+# Sends SIGTERM to its own process in forward pass STOP_AT of evaluation.
 INTERRUPTED = """
 import os, signal
 from tests.helpers.weighted_task import *
@@ -156,7 +156,7 @@ def test_evaluations_every_n_steps_do_not_change_training(length, run_here, tmp_
 
 @pytest.mark.parametrize("more", [[], ["--eval-every-steps", 4]])
 def test_a_run_resumes_bit_identically_from_any_checkpoint(more, run_here, tmp_path):
-    """Records after the checkpoint are dropped, and written again."""
+    """The resumed run drops the records after the checkpoint, and writes them again."""
     argv = [*RUN, "--max-steps", 9, *more, "--save-every-steps", 1, "--dropout", 0.2]
     whole = tmp_path / "whole"
     run_here(*argv, "--save-dir", whole)
@@ -170,7 +170,7 @@ def test_a_run_resumes_bit_identically_from_any_checkpoint(more, run_here, tmp_p
 
 @pytest.mark.parametrize(("interval", "forward", "step"), [(3, 2, 3), (5, 2, 5), (3, 8, 6), (3, 13, 9)])
 def test_an_interrupted_evaluation_runs_before_the_next_step(interval, forward, step, run_here, monkeypatch, tmp_path):
-    """The evaluation is within an epoch, at the end of an epoch, the second, or the last."""
+    """The interrupted evaluation is within an epoch, at the end of an epoch, the second, or the last."""
     file = tmp_path / f"interrupted_{os.getpid()}_{interval}_{forward}.py"
     file.write_text(INTERRUPTED)
     argv = ["--task", f"{file}:Interrupted", *RUN[2:], "--num-val", 5, "--eval-batch-size", 1, "--max-steps", 9]
@@ -182,7 +182,7 @@ def test_an_interrupted_evaluation_runs_before_the_next_step(interval, forward, 
     run_here(*argv, "--save-dir", run, status=128 + signal.SIGTERM)
     state = load(run / "last.pth")
     assert state["last_report"] < state["step"] == step
-    # The run was killed after it had logged the evaluation, and before it had saved.
+    # A kill between logging the evaluation and saving leaves this record behind.
     with (run / "metrics.jsonl").open("a") as metrics:
         metrics.write(json.dumps({"event": "evaluation", "step": step}) + "\n")
     monkeypatch.setenv("STOP_AT", "0")
@@ -235,7 +235,6 @@ def test_the_best_within_an_epoch_is_copied_to_another_folder(run_here, tmp_path
 
 
 def test_the_start_is_the_best_if_training_makes_the_weights_worse(run_here, tmp_path):
-    """Training is the same with and without the evaluation before it."""
     run_here(*RUN, "--epochs", 6, "--save-dir", tmp_path / "good")
     good = tmp_path / "good" / "best.pth"
     argv = [*RUN, "--init-from", good, "--lr", 300, "--weight-decay", 0, "--epochs", 2]
@@ -326,7 +325,7 @@ def test_a_run_pauses_at_its_time_limit(a_minute_per_step, run_here, tmp_path):
 
 
 def test_work_before_training_does_not_use_up_the_time_limit(a_minute_per_step, run_here, monkeypatch, tmp_path):
-    """Such work is compiling and the dry run, at the first start and at a resume."""
+    """On GPUs, opening a run includes the dry run, at the first start and at each resume."""
 
     def open_slowly(*args):
         a_minute_per_step.now += 3600

@@ -1,4 +1,4 @@
-"""A run that is out of memory continues with smaller micro-batches, and learns what they alone would learn."""
+"""A run that is out of memory continues with smaller micro-batches, and learns the same as with them from the start."""
 
 import functools
 import json
@@ -50,7 +50,7 @@ def assert_same_learning(a, b):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory, cache_dir):
-    """A run that was started with 3 samples per forward pass."""
+    """Trains with 3 samples per forward pass; returns the run directory."""
     from trainer.cli import main
 
     directory = tmp_path_factory.mktemp("memory") / "small"
@@ -65,7 +65,7 @@ def small(tmp_path_factory, cache_dir):
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_step_is_redone_in_smaller_micro_batches(where, num_workers, small, run_here, tmp_path, monkeypatch):
-    """Memory is short from the sixth forward pass on, when the step already has gradients of its first micro-batch."""
+    """The sixth forward pass is the first that lacks memory; its step already has gradients of one micro-batch."""
     directory = tmp_path / "run"
     monkeypatch.setenv("LOCKSTEP_RECORD", str(tmp_path))
     tight = ["--fit", 3, "--roomy-forwards", 5, "--tight-in", where, "--num-workers", num_workers]
@@ -95,7 +95,7 @@ def test_micro_batches_are_halved_until_they_fit(small, run_here, tmp_path):
 
 
 def test_running_statistics_are_restored(run_here, tmp_path):
-    """The forward pass changes them before the backward pass is out of memory."""
+    """The forward pass updates the statistics before the backward pass runs out of memory."""
     args = [*TINY, "--batch-norm", "--epochs", 1]
     run_here(*args, "--batch-size", 3, "--save-dir", tmp_path / "small")
     run_here(*args, "--batch-size", 6, "--fit", 3, "--tight-in", "backward", "--save-dir", tmp_path / "tight")
@@ -105,7 +105,7 @@ def test_running_statistics_are_restored(run_here, tmp_path):
 
 
 def test_a_found_memory_limit_is_remembered(run_here, tmp_path):
-    """The next start uses it, unless the batch size has changed."""
+    """The next start uses the limit, unless --batch-size has changed."""
     args = [*TINY, "--batch-size", 12, "--save-dir", tmp_path]
     run_here(*args, "--fit", 3)
     out, _ = run_here(*args, "--fit", 3, "--epochs", 3)
@@ -154,7 +154,6 @@ def test_regrouping_keeps_every_sample_once_with_its_weight():
 
 
 def test_replicas_redo_a_step(tmp_path, monkeypatch):
-    """Only 2 samples fit on each of two devices."""
     more = ("--global-batch-size", "12", "--task", TIGHT)
     small, small_test = trained(ReplicasOnCpu(2), tmp_path / "small", *more, "--batch-size", "2")
     tight = ("--batch-size", "6", "--fit", "2", "--roomy-forwards", "6")
@@ -171,7 +170,7 @@ IN_A_GROUP = ["--batch-size", 6, "--fit", 3, "--tight-rank", 1, "--roomy-forward
 
 @pytest.mark.slow
 def test_a_self_launched_group_restarts(small, command, tmp_path):
-    """Rank 1 runs out of memory in its fifth step. `--fresh` applies only to the first start."""
+    """`--fresh` applies only to the first start: the restart resumes."""
     directory = tmp_path / "run"
     (directory / "logs").mkdir(parents=True)
     argv = [*launcher(2), *TINY, *IN_A_GROUP, "--fresh", "--save-dir", directory]
@@ -235,7 +234,7 @@ def test_a_dry_run_finds_the_size_and_leaves_nothing_behind(tmp_path):
     ],
 )
 def test_out_of_memory_errors_of_libraries_are_recognised(message, tmp_path, monkeypatch):
-    """These errors are plain RuntimeErrors. Any other RuntimeError is raised unchanged."""
+    """The libraries raise plain RuntimeErrors. Any other RuntimeError is raised unchanged."""
     run = built(SingleDevice(CPU), tmp_path, "--batch-size", "12")
     forward = type(run.learner.objective).forward
 
@@ -320,7 +319,7 @@ def a_batch(run, sample):
 
 @pytest.mark.parametrize("fails_early", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_dry_run_ends_equally_on_every_rank(fails_early, tmp_path):
-    """The exchange of gradients works afterwards. No rank waits for one that has no memory before a forward pass."""
+    """The ranks can exchange gradients afterwards, and none waits for a rank that fails before its forward pass."""
     folder_of_world(functools.partial(dry_run_in_process, fails_early=fails_early), 2, tmp_path)
     first, second = (load(tmp_path / f"rank{rank}") for rank in range(2))
     assert first["batch_size"] == second["batch_size"] == 3

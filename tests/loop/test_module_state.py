@@ -1,4 +1,4 @@
-"""State of modules besides parameters is restored after forward passes that do not count; changes are reported."""
+"""Buffers and attributes are restored after trial forward passes and skipped steps, and changes are reported."""
 
 import random
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
@@ -26,7 +26,7 @@ class Meter:
 
 
 class Everything(nn.Module):
-    """Holds values of all kinds; `change` changes one of them."""
+    """Module with attributes and buffers of all kinds. Each function of `CHANGES` changes one of them."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ CHANGES = {
 
 
 def described(value, seen=()):
-    """The content of a value in nested tuples, with the identity of every mutable object."""
+    """Returns the content of a value in nested tuples, with the id of every mutable object."""
     if id(value) in seen:
         return "again"
     seen = (*seen, id(value))
@@ -242,7 +242,7 @@ class Replacing(Shifted):
 )
 def test_buffers_of_torchscript_are_restored_in_place(compiled):
     model = nn.Sequential(nn.Linear(3, 3), compiled(Shifted()))
-    model[1].mean.zero_()  # tracing is a forward too
+    model[1].mean.zero_()  # tracing ran a forward pass
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with leaving_no_trace(model) as changes:
         model(torch.rand(4, 3)).sum().backward()
@@ -343,7 +343,7 @@ def test_undo_unless_restores_tensors_only_if_the_step_was_not_applied(applied, 
 
 
 def test_an_outline_ignores_pytorchs_own_lists_of_weights():
-    """FSDP replaces the weights before each forward pass, and LSTM updates the lists by itself."""
+    """FSDP replaces the weights before each forward pass, and nn.LSTM updates the lists by itself."""
     lstm = nn.LSTM(2, 3)
     before = outline(lstm)
     assert vars(lstm).keys() >= RNN_CACHES

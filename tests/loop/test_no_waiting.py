@@ -11,7 +11,7 @@ from trainer.loop.run import Run
 from trainer.loop.train import train_epoch
 from trainer.parallel.strategy import SingleDevice
 
-GPU_STEPS = 100  # enough for totals to be folded, and for a group of outcomes to be looked at
+GPU_STEPS = 100  # enough steps to fold totals and to read a group of step outcomes
 SETTLING_STEPS = 3
 CASES = {
     "har": [],
@@ -29,7 +29,7 @@ CASES = {
 
 
 def run_of(argv: list[str], strategy: SingleDevice, cache_dir) -> Run:
-    """A run whose steps neither log nor save."""
+    """Returns a run whose steps neither log nor save."""
     flags, problems = parse(
         ["--save-dir", "unused", "--cache-dir", str(cache_dir), "--log-interval", "1000000", *argv],
         several_devices=False,
@@ -38,12 +38,12 @@ def run_of(argv: list[str], strategy: SingleDevice, cache_dir) -> Run:
     task = flags.task_type(flags.task, seed=0, cache_dir=cache_dir)
     run = assemble_run(flags, task, strategy)
     prepare_training(flags, run.task, run.learner, run.strategy, run.plan.orders, run.memory)
-    run.tried_saving.update(task.phases)  # a save may wait
+    run.tried_saving.update(task.phases)  # checking the first saved state may wait for the device
     return run
 
 
 class EndsAfter(SilentLog):
-    """Ends training after some steps, before the host reads anything from the device."""
+    """Log that ends training after `num_steps` steps, before the host reads anything from the device."""
 
     class Reached(Exception):
         pass

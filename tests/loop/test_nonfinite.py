@@ -1,4 +1,4 @@
-"""A step that is not finite changes nothing. The run then stops, or continues as if the batch did not exist."""
+"""A step with a non-finite loss or gradient changes nothing. The run stops, or continues without the batch."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ BATCH = 4
 """The global batch of epoch 1 that is poisoned, counted from 0."""
 STEP = EPOCH * STEPS_PER_EPOCH + BATCH + 1
 NOT_FINITE = f"is not finite in optimizer step {STEP} (epoch {EPOCH + 1}), whose"
-# Runs with accumulation of at least 3 micro-batches, augmentation, dropout, an average, and saves within epochs.
+# Steps have at least 3 micro-batches, augmentation and dropout. The run averages weights and saves within epochs.
 HARD = [
     "--task", TASK, "--epochs", 3, "--batch-size", 4, "--global-batch-size", SIZE, "--ema-decay", 0.9, "--lr", 0.01,
     "--dropout", 0.2, "--num-threads", 1, "--save-every-steps", 5, "--log-interval", 2, "--keep-checkpoints", 0,
@@ -59,13 +59,13 @@ def arguments(directory, *more):
     return [str(argument) for argument in (*HARD, "--save-dir", directory, *more)]
 
 
-# Processes take samples by turns: this one is rank 1's in a world of 2, and rank 0's in a world of 3.
+# Ranks take samples in turn: this sample belongs to rank 1 of 2, and to rank 0 of 3.
 POISONED = ("--poisoned", samples_of(BATCH)[3])
 
 
 @pytest.fixture
 def trained(tmp_path, capsys, signals_restored):
-    """Runs a command line in this process: (run directory, standard output, standard error)."""
+    """Runs a command line in this process; returns (run directory, standard output, standard error)."""
 
     def run(name, *more, status=0):
         assert main(arguments(tmp_path / name, *more), several_devices=False) == status
@@ -76,7 +76,7 @@ def trained(tmp_path, capsys, signals_restored):
 
 @pytest.fixture
 def without_the_batch(trained):
-    """A run in which the global batch has no weight, so that no step is taken."""
+    """Trains with global batches of weight 0, which take no step; returns the run directory."""
 
     def run(*batches, more=()):
         samples = [i for batch in batches or (BATCH,) for i in samples_of(batch)]
@@ -86,7 +86,7 @@ def without_the_batch(trained):
 
 
 def assert_same_run(directory, other, skipped):
-    """Two runs have the same weights, moments, average and metrics, and differ only in the count of skipped steps."""
+    """Asserts that two runs have the same state and metrics, except for the number of skipped steps."""
     for name in ("final.pth", "best.pth"):
         state, expected = load(directory / name), load(other / name)
         assert state["skipped_steps"] == (skipped if state["position"]["epoch"] > EPOCH else 0)
@@ -143,7 +143,7 @@ def test_an_overflow_seen_late_by_the_host_changes_nothing(policy, trained, with
 
 
 def test_data_parallel_skips_a_step_with_one_bad_replica(tmp_path):
-    """There is no dropout, because threads would draw from one generator in any order."""
+    """Dropout is 0, because the threads of the replicas would draw from one generator in any order."""
     runs = {
         "run": (*POISONED, "--poison", "flat_loss", "--on-nonfinite", "skip"),
         "other": ("--poison", "absent", "--poisoned", shown(samples_of(BATCH))),
@@ -195,7 +195,7 @@ def test_overflowed_weights_are_not_saved(trained):
 
 
 def run_all(environment, folder, command_lines):
-    """Makes runs on one process of a world, and writes their outputs and exit statuses to files."""
+    """Runs the command lines on one rank, and writes their output and exit status to files."""
     for name, argv in command_lines.items():
         place = dataclasses.replace(environment, init_method=f"{environment.init_method}-{name}")
         with (
@@ -210,7 +210,7 @@ def run_all(environment, folder, command_lines):
 
 @pytest.fixture
 def in_world(tmp_path):
-    """Runs command lines in a world; returns their output on each rank, by name."""
+    """Runs command lines on `world_size` processes; returns the output of each rank, by name."""
 
     def run(world_size, runs):
         command_lines = {
@@ -256,7 +256,7 @@ def test_a_nan_loss_poisons_gradients_and_a_finite_loss_changes_no_bit(bad, dtyp
     torch.manual_seed(0)
     weight = torch.randn(50, dtype=dtype, requires_grad=True)
     (weight.sin().sum() + bad).backward()
-    assert weight.grad.isfinite().all()  # what it would be otherwise
+    assert weight.grad.isfinite().all()  # without `Precision`, the gradient is finite
     weight.grad = None
     precision.backward(weight.sin().sum() + bad, 0.3)
     assert weight.grad.isnan().all()
@@ -378,7 +378,7 @@ def record(step, alarm):
 
 
 class Skips(SilentLog):
-    """Notes which steps are reported as skipped, and when."""
+    """Records which steps are reported as skipped, and when."""
 
     def __init__(self):
         self.found = {}

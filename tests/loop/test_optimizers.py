@@ -1,4 +1,4 @@
-"""Which optimizers a run has, what each of them trains, and that removing compiler wrappers changes no optimizer."""
+"""A run builds the right optimizers for its parameters, and removing torch's compiler wrappers changes no result."""
 
 import copy
 import pickle
@@ -27,7 +27,7 @@ needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 
 
 
 def trained(optimizer_type, num_steps, hook=None, state=None):
-    """Weights after some steps, the optimizer's state, and what the hooks saw."""
+    """Returns the flattened weights after some steps, the optimizer's state dict, and the sums that the hook saw."""
     torch.manual_seed(0)
     weights = [torch.randn(4, 3, requires_grad=True), torch.randn(3, requires_grad=True)]
     optimizer = optimizer_type(
@@ -123,7 +123,7 @@ def test_a_step_builds_no_graph():
 
 
 def built(task_type, **flags):
-    """The optimizers of a task's only phase, and its model."""
+    """Returns the optimizers of a task's only phase, and its model."""
     task = task_type(TokenFlags(), seed=0, cache_dir=None)
     objective = task.build_objective()
     learning = LearningFlags(**flags)
@@ -146,7 +146,7 @@ def test_sparse_embeddings_use_sparse_adam():
 
 
 def test_sparse_embeddings_of_an_inactive_phase_use_sparse_adam():
-    """Such embeddings are frozen while other phases train."""
+    """Embeddings of an inactive phase are frozen while another phase trains."""
     task = Sparse(TokenFlags(), seed=0, cache_dir=None)
     objective, learning = task.build_objective(), LearningFlags()
     groups = completed_groups(task, objective, "train", learning.weight_decay)
@@ -205,7 +205,7 @@ def test_a_muon_step_equals_pytorchs():
 
 
 def with_groups(make):
-    """A task whose parameter groups are `make(model)`."""
+    """Returns a task whose parameter groups are `make(model)`."""
 
     class Wrong(Tokens):
         sparse = True
@@ -222,7 +222,7 @@ class WithoutRate(torch.optim.Optimizer):
 
 
 def own(make):
-    """A task whose optimizers are `make(groups, lr)`."""
+    """Returns a task whose optimizers are `make(groups, lr)`."""
 
     class Wrong(Tokens):
         def build_optimizers(self, phase, groups, lr):
@@ -332,7 +332,7 @@ def test_momentum_starts_at_zero_although_the_first_step_is_skipped(monkeypatch)
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.1])
 @pytest.mark.parametrize("step", ["on host", "on device"])
 def test_a_sparse_gradient_is_clipped_by_the_norm_of_its_rows(step, max_grad_norm):
-    """Row 1 occurs twice, and counts as the sum of both."""
+    """Row 1 occurs twice, and its gradient is the sum of both."""
     embedding = nn.Embedding(5, 2, sparse=True)
     dense = nn.Parameter(torch.ones(2))
     params = [embedding.weight, dense]

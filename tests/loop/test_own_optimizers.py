@@ -1,4 +1,4 @@
-"""With a task's own optimizers, whatever state they keep, a resumed run equals an unbroken run."""
+"""A run with a task's own optimizers resumes bit-identically, whatever state they keep."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ RUN = ["--task", "shaped", "--num-threads", 1, "--device", "cpu", "--save-dir"]
 
 
 class Keeping(torch.optim.Optimizer):
-    """Counts its steps in each group, as schedule-free ones do, in a state of no parameter, and in an attribute."""
+    """Optimizer that counts steps in its groups, in state that belongs to no parameter, and in an attribute."""
 
     def __init__(self, params, lr, power=1.0, beta=0.5):
         super().__init__(params, {"lr": lr, "k": 0, "weight_sum": torch.zeros(()), "power": power, "beta": beta})
@@ -40,7 +40,7 @@ class Keeping(torch.optim.Optimizer):
 
 
 class OtherTypes(torch.optim.Optimizer):
-    """Keeps sums in another dtype than the parameters, a counter and a mask, each with one value per row."""
+    """Optimizer with state of other dtypes than the parameters: a sum, a count and a mask, with one value per row."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
@@ -63,7 +63,7 @@ class OtherTypes(torch.optim.Optimizer):
 
 @pytest.fixture
 def keeping(run_here, monkeypatch):
-    """Trains some steps with an optimizer of these settings."""
+    """Trains up to `max_steps` with `Keeping`; returns the last checkpoint."""
 
     def train(directory, max_steps, **settings):
         def optimizers(self, phase, groups, lr):
@@ -81,7 +81,7 @@ def test_a_run_resumes_bit_identically_from_any_step(keeping, tmp_path):
     for steps in ([2], [1, 3, 5]):
         for max_steps in (*steps, 6):
             found = keeping(tmp_path / str(len(steps)), max_steps)
-        assert_same_bits(whole | {"scores": {}}, found | {"scores": {}})  # scores of other steps
+        assert_same_bits(whole | {"scores": {}}, found | {"scores": {}})  # the runs are evaluated at different steps
         assert found["optimizers"]["train"][0]["num_steps"] == 6
 
 

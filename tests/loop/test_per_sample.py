@@ -1,4 +1,4 @@
-"""Outputs per sample reach `summarise` once each and in order, on any devices and in any batches."""
+"""`Task.summarise` gets the outputs of each sample once and in order, on any number of devices and in any batches."""
 
 import json
 import re
@@ -27,13 +27,13 @@ RUN = ["--task", SCORED, "--dtype", "float64", "--epochs", 2, "--global-batch-si
 
 
 def slow_auc(scores, labels):
-    """Counts pairs one after another."""
+    """Computes the area under the ROC curve from all pairs of samples."""
     pairs = [(a, b) for a, i in zip(scores, labels, strict=True) for b, j in zip(scores, labels, strict=True) if i > j]
     return sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs) / len(pairs)
 
 
 def expected_scores(model, split, num=7):
-    """Scores and labels of a split with these weights, one sample after another."""
+    """Returns the scores and labels of a split, computed one sample at a time."""
     data = Points(num, {"val": 1, "test": 2}[split])
     with torch.no_grad():
         points = torch.from_numpy(data.points).double()
@@ -170,7 +170,6 @@ def test_rows_must_have_equal_shapes():
 
 
 def test_all_batches_must_have_the_same_outputs_per_sample():
-    """Otherwise the outputs of some batches would be missing."""
     rows, nothing = {"x": PerSample(torch.zeros(2))}, {"sum": torch.tensor(1)}
     for first, second in ((rows, nothing), (nothing, rows), (rows, rows | {"y": PerSample(torch.zeros(2))})):
         outputs = PerSampleOutputs()

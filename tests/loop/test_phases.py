@@ -1,4 +1,4 @@
-"""Phases one after another and in turns match a bare loop, at any world size and after any resume."""
+"""Phases that train one after another or in turns match a bare loop, at any world size and after any resume."""
 
 import json
 from itertools import count, islice, product, takewhile
@@ -35,7 +35,7 @@ def without_epochs(argv):
 
 
 class BareLoop:
-    """Plain torch on one process without accumulation, with gradients of only the phase's own parameters."""
+    """Plain training loop on one process without accumulation, with gradients only for the phase's own parameters."""
 
     def __init__(self, case):
         task_type, config = CASES[case]
@@ -50,7 +50,7 @@ class BareLoop:
             self.optimizers[phase] = torch.optim.AdamW([matrices], lr=LR)
 
     def batches(self, phase, epoch):
-        """(samples, start, end) of each global batch."""
+        """Yields (samples, start, end) of each global batch."""
         size = self.task.num_samples(phase)
         whole = self.task.batch_size(phase, WHOLE)
         order = EpochOrder(0, epoch, self.task.phases.index(phase), size).take(0, size)
@@ -73,7 +73,7 @@ class BareLoop:
             parameter.grad = None
 
     def one_after_another(self):
-        """(phase, epoch of its data, samples, progress in epochs) of each step, in an endless loop."""
+        """Yields (phase, epoch of its data, samples, progress in epochs) of each step, without end."""
         sizes = [self.task.num_samples(phase) for phase in self.task.phases]
         for epoch in count():
             for i, phase in enumerate(self.task.phases):
@@ -81,7 +81,7 @@ class BareLoop:
                     yield phase, epoch, samples, epoch + (sum(sizes[:i]) + (start + end) // 2) / sum(sizes)
 
     def in_turns(self):
-        """Trains like `one_after_another`, with the phases in turns."""
+        """Yields the same as `one_after_another`, with the phases in turns."""
 
         def endless():
             epoch = 0
@@ -101,13 +101,12 @@ class BareLoop:
         return self.in_turns() if self.task.turns else self.one_after_another()
 
     def weights(self):
-        """The state dict after EPOCHS epochs."""
         for phase, epoch, samples, progress in takewhile(lambda step: step[-1] < EPOCHS, self.steps()):
             self.step(phase, epoch, samples, lr_factor(progress, EPOCHS / 10, EPOCHS, 0.0))
         return self.objective.model.state_dict()
 
     def weights_after(self, num_steps, warmup):
-        """The state dict after some steps, with which the schedule ends too. warmup: steps."""
+        """Returns the state dict after `num_steps` steps, with which the schedule ends. warmup: steps."""
         for number, (phase, epoch, samples, _) in enumerate(islice(self.steps(), num_steps)):
             self.step(phase, epoch, samples, lr_factor(number + 0.5, warmup, num_steps, 0.0))
         return self.objective.model.state_dict()
@@ -139,7 +138,7 @@ def test_several_processes_match_a_bare_loop(case, world, batch_size, command, t
     assert difference(tmp_path, BareLoop(case).weights()) < 1e-9
 
 
-# A stride of 3 is a turn of the GAN, so that all resumes would begin in the same phase.
+# A stride of 3 is one turn of the GAN, so all resumes would begin in the same phase.
 @pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", ["gan, two steps of one", "one after another"])
 def test_a_run_resumes_bit_identically_in_the_middle_of_every_phase(case, stride, run_here, tmp_path):
@@ -164,7 +163,6 @@ def test_a_run_resumes_bit_identically_in_the_middle_of_every_phase(case, stride
 
 @pytest.mark.parametrize(("case", "max_steps"), [("gan, two steps of one", 17), ("one after another", 12)])
 def test_a_run_limited_in_steps_ends_within_a_turn_or_phase(case, max_steps, run_here, tmp_path):
-    """The run ends in the second epoch, evaluates within epochs, and resumes from every third step."""
     length = ["--max-steps", max_steps, "--eval-every-steps", 3, "--batch-size", 2]
     argv = [*without_epochs(argv_of(case)), *length, "--save-every-steps", 1, "--keep-checkpoints", 0]
     whole = tmp_path / "whole"
@@ -181,7 +179,7 @@ def test_a_run_limited_in_steps_ends_within_a_turn_or_phase(case, max_steps, run
 
 
 def test_a_resume_says_how_much_of_the_epoch_is_done(run_here, tmp_path):
-    """With turns, the samples of the first phase are counted, whichever phase has the turn."""
+    """With turns, the message counts the samples of the first phase, whichever phase is next."""
     argv = [*without_epochs(argv_of("gan")), "--batch-size", 2, "--save-dir", tmp_path, "--max-steps"]
     size = BareLoop("gan").task.num_samples("disc")
     for num_steps, num_done in ((3, 12), (4, 12)):  # two steps of disc, one or two of gen

@@ -76,7 +76,6 @@ def test_one_process_feeds_all_replicas():
 
 
 def test_the_steps_from_any_position_are_the_rest_of_the_epoch():
-    """Phases come one after another or in turns."""
     batches = [np.arange(3), np.arange(3, 5), np.arange(5, 9)]
     orders = (
         ShuffledOrder(0, 0, 10, 4, 10),

@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: the number of recordings is bounded, and two results are compared."""
+"""Steps recorded as CUDA graphs: the number of recordings is bounded, and replays are compared with eager steps."""
 
 import torch
 

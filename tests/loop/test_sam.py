@@ -1,4 +1,4 @@
-"""Sharpness-aware steps: what forwards change, loss scales, steps that are left out, and what is refused."""
+"""Sharpness-aware steps: batch statistics, loss scaling, skipped steps and unsupported settings."""
 
 from itertools import islice
 
@@ -16,7 +16,7 @@ FLAGS = ["--max-steps", 6, "--device", "cpu", "--num-threads", 1, "--batch-size"
 
 
 class Normed(jobs.Sam):
-    """Only its first forward pass counts in the statistics."""
+    """Job whose batch norm updates its statistics only in the first forward pass of a step."""
 
     @staticmethod
     def model():
@@ -47,7 +47,7 @@ class Normed(jobs.Sam):
 
 
 class Overflowing(jobs.Sam):
-    """The loss of the batch with sample 3 is infinite."""
+    """Job whose loss is infinite for the batch with sample 3."""
 
     @staticmethod
     def losses(model, batch):

@@ -1,4 +1,4 @@
-"""An objective with `same_masks` has one dropout mask per step, and one computation per evaluation."""
+"""An objective with `same_masks` has one dropout mask per step, and `start_evaluation` runs once per evaluation."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""No run saves what a resume refuses: odd states come back to the bit, or are refused by name at the first step."""
+"""A run saves nothing that a resume refuses: unusual states are restored bit-identically, or refused by name."""
 
 import decimal
 import json
@@ -25,7 +25,7 @@ RUN = ["--task", "shaped", "--num-threads", 1, "--device", "cpu", "--save-dir"]
 
 @pytest.fixture
 def shaped(run_here, monkeypatch):
-    """Trains a variant of the task `shaped` with these members; returns the lines of standard error."""
+    """Trains a variant of the task `shaped` with the given members; returns the lines of standard error."""
 
     def train(directory, *more, status=0, **members):
         monkeypatch.setitem(TASKS, "shaped", type("Odd", (Shaped,), members))
@@ -64,7 +64,6 @@ def assert_same_runs(whole, resumed):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["ddp", "fsdp"])
 def test_every_optimizer_state_is_restored_on_all_processes(form, command, tmp_path):
-    """A state that cannot be saved is refused on all processes."""
     task = f"{ROOT}/tests/helpers/hoarding_task.py"
     argv = ["main_multi_gpu.py", "--multi-gpu", form, "--nproc", 2, "--device", "cpu", "--num-threads", 1]
     whole, resumed = tmp_path / "whole", tmp_path / "resumed"
@@ -141,7 +140,7 @@ def test_optimizer_settings_that_files_cannot_hold_come_from_the_task(shaped, tm
 
 
 class Lookahead(torch.optim.SGD):
-    """SGD that goes half of the way back in every second step (Zhang et al., 2019); its state has other names."""
+    """SGD that goes half of the way back every second step (Zhang et al., 2019), with an unusual state dict."""
 
     def __init__(self, params, lr):
         super().__init__(params, lr, momentum=0.9)
@@ -212,13 +211,11 @@ def add_buffer(model):
 
 @pytest.mark.parametrize("change", [lengthen, lengthen_parameter, add_parameter, add_buffer])
 def test_a_model_that_a_failing_forward_changed_is_never_saved(change, shaped, tmp_path):
-    """The last checkpoint of the failed run is from an earlier step."""
-
     class Changing(ShapedObjective):
         def forward(self, batch, phase="train"):
             if self.training:
                 self.num_forwards = getattr(self, "num_forwards", 0) + 1
-            if getattr(self, "num_forwards", 0) == 6:  # the first one is the trial
+            if getattr(self, "num_forwards", 0) == 6:  # the first is the trial forward pass
                 change(self.model)
                 raise RuntimeError("the sixth forward")
             return super().forward(batch, phase)
@@ -272,7 +269,7 @@ REFUSED_BUFFERS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # of kinds that are beta
+@pytest.mark.filterwarnings("ignore")  # some of these kinds of tensors are in beta
 @pytest.mark.parametrize("kind", REFUSED_BUFFERS)
 def test_buffers_that_cannot_be_saved_are_refused_at_construction(kind):
     model = Plus(None)
@@ -300,7 +297,7 @@ def test_buffers_of_other_dtypes_are_restored(shaped, tmp_path):
     for steps in (1, 2):
         assert shaped(tmp_path, "--max-steps", steps, build_objective=build_objective) == []
     found = load(tmp_path / "final.pth")["model"]
-    for name, value in buffers.items():  # real numbers are in the precision of the model
+    for name, value in buffers.items():  # floating-point buffers have the model's precision
         expected = value.clone().to(found[name].dtype).view(-1).view(torch.uint8)
         assert torch.equal(found[name].view(-1).view(torch.uint8), expected), name
     assert shaped(tmp_path, "--eval-only", build_objective=build_objective) == []

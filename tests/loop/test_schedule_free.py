@@ -1,4 +1,4 @@
-"""The weight average of schedule-free optimizers is evaluated and saved, which does not change training."""
+"""The weights that a schedule-free optimizer averages are evaluated and saved, which does not change training."""
 
 import json
 
@@ -30,7 +30,7 @@ def train(run_here, monkeypatch):
 
 
 def bare(start, num_steps):
-    """y and x of the paper after some steps on all samples, and the validation loss of x."""
+    """Returns y and x of the paper after steps on all samples, and the validation loss of x."""
     train, val = (Points(num, seed).__getitems__(ALL) for num, seed in ((21, 1), (8, 2)))
 
     def loss(weights, samples):

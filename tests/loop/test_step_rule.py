@@ -29,7 +29,7 @@ from trainer.parallel.strategy import SingleDevice
 from trainer.task import PerSample
 
 CPU = torch.device("cpu")
-GLOBAL_BATCH_SIZES = (23, 12, 2, 1)  # 23 divides by nothing; 2 and 1 leave ranks of a world of 3 empty
+GLOBAL_BATCH_SIZES = (23, 12, 2, 1)  # 23 is prime; 2 and 1 leave some of 3 ranks without samples
 NUM_STEPS = 100
 DROPOUT_KEY = (0, 0, 0, 0)
 
@@ -41,7 +41,7 @@ KGAT = {
     "relation_dim": 5,
     "dropout": 0.2,
     "node_dropout": 0.2,
-}  # same_masks
+}  # dropout is possible, because the objective has same_masks
 SPEECH = {"num_mels": 12, "width": 8, "num_blocks": 1, "channels": 2, "memory_size": 4, "theta": 4.0, "dropout": 0.0}
 TASKS = {
     "weighted": (Weighted, WeightedFlags(), "train"),
@@ -58,7 +58,7 @@ TASKS = {
 
 
 def build(name, cache_dir, strategy, dtype=torch.float64):
-    """All parts that a step of a task's phase needs."""
+    """Returns a task, its objective, learner and loader, and what else a step of its phase needs."""
     task_class, config, phase = TASKS[name]
     task = task_class(config, seed=0, cache_dir=cache_dir)
     torch.use_deterministic_algorithms(True)
@@ -120,7 +120,7 @@ def measure(strategy, accumulation, cache_dir):
 
 
 def in_process(environment, folder, cache_dir, way):
-    """Measures on one process of a world. way: how gradients travel; "ring" and "overlap" as in larger models."""
+    """Saves the measurements of one rank. way: "ring" or "overlap" exchanges gradients as for larger models."""
     torch.set_num_threads(1)
     if way == "ring":
         process_group.DIRECT_BYTES = 0
@@ -138,7 +138,7 @@ def in_process(environment, folder, cache_dir, way):
 
 @pytest.fixture(scope="module")
 def reference(cache_dir):
-    """Gradients of one forward and backward pass over the whole batch."""
+    """Returns the flat gradient of one forward and backward pass over the whole batch, by task and size."""
     gradients = {}
     for name in TASKS:
         parts = build(name, cache_dir, SingleDevice(CPU))
@@ -167,7 +167,7 @@ def reference_weights(cache_dir):
     ],
 )
 def world(request, tmp_path_factory, cache_dir):
-    """Measurements of every rank of a world, by accumulation."""
+    """Returns the measurements of every rank, by number of accumulation steps."""
     name, _, way = request.param.partition("-")
     size = int(name.removeprefix("world"))
     if size == 1:
@@ -196,13 +196,13 @@ def test_weights_after_100_steps_agree(world, reference_weights, accumulation):
 
 
 def test_a_sum_has_the_same_bits_on_every_rank(world):
-    """Otherwise ranks would decide differently about early stopping."""
+    """Ranks with different sums could decide differently about early stopping."""
     for found in world[1:]:
         assert torch.equal(found["sum"], world[0]["sum"])
 
 
 def test_mean_of_means_fails_by_orders_of_magnitude(cache_dir, reference):
-    """This is the negative control: the usual rule on the same samples."""
+    """Averaging the means of micro-batches is the usual rule, and here the negative control."""
     parts = build("weighted", cache_dir, SingleDevice(CPU))
     parts.objective.zero_grad()
     keys = split_global_batch(np.arange(23) * 3, (0, 1), 8, epoch=1)

@@ -1,4 +1,4 @@
-"""Sums whose names or shapes differ between batches, micro-batches, replicas or ranks."""
+"""Sums of metrics may differ in names or shapes between batches, micro-batches, replicas or ranks."""
 
 import json
 
@@ -62,7 +62,7 @@ def test_another_shape_is_refused_and_earlier_sums_remain(num_before):
 
 
 def test_another_shape_than_in_the_checkpoint_is_refused():
-    """A sum of a single number would be added to all places."""
+    """Broadcasting would add a sum of one number to every element."""
     resumed = share_of({"places": torch.tensor([1.0, 2.0]), "weight": torch.tensor(1.0)}, ONE_PROCESS)
     with pytest.raises(UserError, match=r"different shapes, \(2,\) and \(1,\)"):
         total_of([{"places": [7.0]}], resumed)
@@ -97,7 +97,7 @@ def metrics_of(folder, form, environment, *more):
 
 @pytest.mark.parametrize("form", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_metrics_that_some_ranks_lack_match_one_device(form, tmp_path, environment):
-    """Of 17 validation samples the ranks evaluate every other one, and of 2 test samples one each."""
+    """Each rank evaluates every other validation sample, and one of the two test samples."""
     found = metrics_of(tmp_path / form, form, environment)
     for split, size in {"train": 23, "val": 17, "test": 2}.items():
         seen = {name: found.get(f"{split}/seen_{name}") for name in DOMAINS}

@@ -1,4 +1,4 @@
-"""Models that are built in unusual ways learn what a bare loop learns, and resume."""
+"""Models with unusual parameters, buffers or outputs match a bare loop, or are refused."""
 
 import json
 
@@ -18,7 +18,7 @@ FREQUENCIES = torch.polar(torch.ones(NUM_FEATURES // 2), torch.arange(1.0, 1 + N
 
 
 def rotated(model, x):
-    """Rotates pairs of features as rotary embeddings do."""
+    """Rotates pairs of features like rotary embeddings."""
     turned = torch.view_as_real(torch.view_as_complex(x.unflatten(1, (-1, 2)).contiguous()) * model.frequencies)
     return turned.flatten(1)[:, :2]
 
@@ -47,7 +47,7 @@ RUN = ["--task", "shaped", "--weight-decay", 0.1, "--num-threads", 1, "--device"
 
 
 def bare_loop(build, dtype, num_epochs=2):
-    """The state dict after training with plain AdamW, which is not fused on a CPU."""
+    """Returns the state dict after training with plain AdamW, which is not fused on a CPU."""
     torch.manual_seed(0)
     model = build()
     for tensor in [*model.parameters(), *model.buffers()]:

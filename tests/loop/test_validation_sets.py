@@ -22,7 +22,7 @@ def argv(name="Shifted"):
 
 
 def expected(model, num, seed):
-    """A plain loop over the points of a data set, with these weights."""
+    """Returns the loss and AUC of a linear model on a data set, by a plain loop over its points."""
     data = Points(num, seed)
     points, labels = torch.from_numpy(data.points).double(), torch.from_numpy(data.labels)
     scores = torch.stack([F.linear(point, model["weight"], model["bias"])[0] for point in points])
@@ -31,7 +31,7 @@ def expected(model, num, seed):
 
 
 def check_scores(directory):
-    """Checks the scores of every epoch with the weights of its checkpoint."""
+    """Compares the scores of every epoch with a plain loop over its checkpoint, and checks the choice of the best."""
     for record in read_metrics(directory, "epoch"):
         model = load(directory / f"checkpoint_{record['epoch']}.pth")["model"]
         for name, num in SIZES.items():
