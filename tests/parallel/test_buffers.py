@@ -1,4 +1,4 @@
-"""Buffers are the main process's when a run evaluates and saves, however they lie in memory."""
+"""All ranks evaluate and save with rank 0's buffers, whatever their memory layout."""
 
 import torch
 
@@ -10,7 +10,7 @@ NOT_CONTIGUOUS = f"{__file__}:NotContiguous"
 
 
 class Counting(WeightedObjective):
-    """Adds up in some buffers what it has trained on, and scores by them."""
+    """Adds up sample indices in two buffers while it trains, and returns their sum as a score."""
 
     def __init__(self, model, delay_s):
         super().__init__(model, delay_s)
@@ -27,7 +27,7 @@ class Counting(WeightedObjective):
 
 
 class NotContiguous(Weighted):
-    """A model with a transposed buffer, and with one that is a part of another tensor."""
+    """Task whose model has a transposed buffer, and a buffer that is a slice of another tensor."""
 
     def build_objective(self):
         built = super().build_objective()

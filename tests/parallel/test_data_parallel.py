@@ -1,4 +1,4 @@
-"""DataParallel learns what one device learns; on the CPU by a double."""
+"""DataParallel matches one device. `ReplicasOnCpu` simulates it without GPUs."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from trainer.parallel.strategy import SingleDevice
 
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_replicas_equal_one_device(num_replicas, tmp_path):
-    """Uneven chunks, fewer samples than replicas at the end of an epoch, accumulation, evaluation."""
+    """The run has accumulation, uneven chunks, and fewer samples than replicas at the end of an epoch."""
     same_batch = ("--global-batch-size", "12")
     one, test_one = trained(SingleDevice(torch.device("cpu")), tmp_path / "one", *same_batch)
     many, test_many = trained(ReplicasOnCpu(num_replicas), tmp_path / "many", *same_batch, "--batch-size", "2")

@@ -1,5 +1,3 @@
-"""How a process uses the host."""
-
 import platform
 import subprocess
 import sys

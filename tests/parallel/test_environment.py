@@ -1,4 +1,4 @@
-"""What the variables of torchrun, srun and mpirun may say, and messages about what contradicts itself."""
+"""The variables of torchrun, srun and mpirun are read, and contradictions among them are refused."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ from trainer.parallel.environment import (
 )
 
 GOOD = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-# As SLURM 22.05 sets them in a step of two tasks on one node, and Open MPI 4.
+# SLURM 22.05 and Open MPI 4 set these variables for two tasks on one node.
 SRUN = {
     "SLURM_JOB_ID": "5", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "2",
     "SLURM_STEP_NODELIST": "localhost", "SLURM_PROCID": "{rank}", "SLURM_LOCALID": "{rank}",
@@ -27,7 +27,7 @@ MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "{rank}", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "{rank}",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "3029401601",
 }  # fmt: skip
-# In the batch script itself, where one process is started that starts the others.
+# SLURM sets these variables in the batch script itself, a single process that starts the others.
 BATCH = {"SLURM_JOB_ID": "5", "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
 
 
@@ -75,7 +75,7 @@ def test_contradicting_rank_variables_are_named(changes, local_rank, message):
 
 
 def test_a_launcher_of_several_processes_is_refused_for_one_process(refused, tmp_path, monkeypatch):
-    """`torchrun --nproc_per_node=2 main.py`"""
+    """`torchrun --nproc_per_node=2 main.py` sets these variables."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     refused(["WORLD_SIZE=2 is set"], *TINY, "--save-dir", tmp_path / "run")
@@ -84,7 +84,7 @@ def test_a_launcher_of_several_processes_is_refused_for_one_process(refused, tmp
 
 
 def test_a_launcher_is_refused_for_several_runs(refused, tmp_path, monkeypatch):
-    """`torchrun main_multi_gpu.py --seeds 2`"""
+    """`torchrun main_multi_gpu.py --seeds 2` sets these variables."""
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -172,7 +172,7 @@ def test_incomplete_launcher_variables_are_refused(variables, parts, refused, tm
 @pytest.mark.parametrize("variables", [SRUN, pytest.param(MPIRUN, marks=pytest.mark.slow)], ids=["srun", "mpirun"])
 def test_processes_of_srun_and_mpirun_train_together(variables, tmp_path, environment):
     arguments = [*TINY, "--multi-gpu", "ddp", "--device", "cpu", "--save-dir", tmp_path / "run"]
-    port = str(free_port())  # that of the job may be in use on the machine of the tests
+    port = str(free_port())  # another process may listen on the port that follows from the job's id
     processes = [
         subprocess.Popen(
             [sys.executable, "main_multi_gpu.py", *map(str, arguments)],

@@ -1,4 +1,4 @@
-"""Gradients of several processes, summed in one piece: what some of them lack, and how parameters lie in memory."""
+"""`FlatGradients` sums gradients over ranks, even if some are missing, and whatever their memory layout."""
 
 from functools import partial
 
@@ -31,11 +31,11 @@ def with_gradients(lacking):
 
 
 def summed(*lacking):
-    """The parameters of each process after the exchange, and their gradients before. lacking: by process, numbers."""
+    """Returns each process's parameters after the exchange, and gradients before. lacking: parameters without one."""
     of_processes = [with_gradients(own) for own in lacking]
     before = [[None if p.grad is None else p.grad.clone() for p in params] for params in of_processes]
     flats = [FlatGradients(params) for params in of_processes]
-    sent = [[] for _ in flats]  # what each process has of each type
+    sent = [[] for _ in flats]  # what each process sends, one tensor per dtype
     for own, flat in zip(sent, flats, strict=True):
         flat.sum(lambda values, own=own: own.append(values.clone()))
     totals = [sum(parts) for parts in zip(*sent, strict=True)]
@@ -73,7 +73,7 @@ def test_a_step_leaves_no_gradients_to_the_next():
 
 
 class Rows(nn.Module):
-    """The gradient of the embedding's output is that of the linear layer's too, and lies in the same memory."""
+    """Model in which the outputs of the embedding and of the linear layer share the memory of their gradients."""
 
     def __init__(self):
         super().__init__()
@@ -88,7 +88,7 @@ class Rows(nn.Module):
 
 
 def gradients_of_rows(environment):
-    """Exit status 0 where two processes, of which one may see no row, have the gradients of one that sees all."""
+    """Returns 0 if two processes, of which one may see no row, have the gradients of a single process."""
     x = torch.arange(1.0, 9.0).view(4, 2)
     group = ProcessGroup(environment, MultiDeviceFlags("ddp"), DeviceFlags("cpu"))
     wrong = 0
@@ -131,7 +131,7 @@ class LeavesOut(nn.Module):
 
 
 def steps_of_large(environment, finds_unused):
-    """Exit status 0 where two steps work, 3 where the flag that helps is named."""
+    """Returns 0 if two steps succeed, and 3 if an error names the flag that helps."""
     ddp.OVERLAP_BYTES = 0
     group = ProcessGroup(environment, MultiDeviceFlags("ddp"), DeviceFlags("cpu"))
     strategy = Replicated(group, finds_unused=finds_unused)
@@ -149,7 +149,7 @@ def steps_of_large(environment, finds_unused):
 
 
 def refuses_another_shape(environment):
-    """Exit status 0 where parameters of other shapes on rank 1 are named on both, before anything is sent."""
+    """Returns 0 if an error names the parameter whose shape differs on rank 1, before anything is sent."""
     group = ProcessGroup(environment, MultiDeviceFlags("ddp"), DeviceFlags("cpu"))
     strategy = Replicated(group)
     try:

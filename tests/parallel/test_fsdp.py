@@ -1,4 +1,4 @@
-"""A model in parts learns what it learns whole, and its checkpoints are those of any other form."""
+"""A sharded model matches an unsharded one, and its checkpoints are the same as in any other form of training."""
 
 import gc
 import json
@@ -25,7 +25,7 @@ from trainer.parallel.process_group import ProcessGroup
 
 TOLERANCE = 1e-9
 PIECES = ["--task", f"{ROOT / 'tests' / 'helpers' / 'pieces_task.py'}:Pieces"]
-# Global batches of 5, the last of an epoch 3: with micro-batches of 1 most ranks have one to spare, or none at all.
+# Global batches have 5 samples, the last of an epoch 3, so with micro-batches of 1 the ranks have unequal shares.
 RUN = [
     *PIECES, "--device", "cpu", "--num-threads", 1, "--dtype", "float64", "--epochs", 2, "--batch-size", 1,
     "--global-batch-size", 5, "--lr", 0.02, "--max-grad-norm", 0.3, "--ema-decay", 0.9, "--poisoned",
@@ -35,7 +35,7 @@ RUN = [
 
 @dataclass
 class Starter:
-    """Starts runs that end well. form: `main.py` where there is none."""
+    """Starts runs and asserts that they succeed. form: --multi-gpu of main_multi_gpu.py; None starts main.py."""
 
     environment: dict[str, str]
     folder: object
@@ -69,7 +69,7 @@ def loaded(path):
 
 
 def tensors(value, path=""):
-    """Those of a checkpoint, by their place in it."""
+    """Returns the tensors of a checkpoint, by their path in it."""
     if isinstance(value, torch.Tensor):
         return {path: value}
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
@@ -77,12 +77,12 @@ def tensors(value, path=""):
 
 
 def assert_same(directory, expected, checkpoint="final.pth"):
-    """The same entries, types, shapes and, but for the order of sums, values."""
+    """Asserts that entries, dtypes and shapes are equal, and values but for the order of sums."""
     found, wanted = (loaded(folder / checkpoint) for folder in (directory, expected))
     assert found.keys() == wanted.keys()
     for name in ("model", "training_model", "optimizers"):
         own, others = tensors(found[name]), tensors(wanted[name])
-        assert list(own) == list(others)  # in one order too
+        assert list(own) == list(others)  # in the same order too
         for place, value in own.items():
             other = others[place]
             assert (type(value), value.dtype, value.shape) == (type(other), other.dtype, other.shape), place
@@ -94,7 +94,7 @@ def assert_same(directory, expected, checkpoint="final.pth"):
 
 
 def test_resumes_in_any_form_within_an_epoch(start, one_device):
-    """One device -> 3 processes with parts -> 2 with the whole -> one device."""
+    """The run moves from one device to 3 FSDP processes, to 2 DDP processes, and back to one device."""
     resume = "--resume-from"
     sharded = start("fsdp", resume, one_device / "checkpoint_0_0_10.pth", form="fsdp", world_size=3)
     assert_same(sharded, one_device)
@@ -151,7 +151,7 @@ SHIPPED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("task", SHIPPED)
 def test_trains_every_task_that_comes_with_it(task, start):
-    """With batches of unequal size on the two processes."""
+    """The two processes have batches of unequal size."""
     base = [
         "--task", task, *SHIPPED[task], "--device", "cpu", "--num-threads", 1, "--dtype", "float64", "--max-steps", 3,
         "--batch-size", 8, "--global-batch-size", 15, "--eval-batch-size", 200, "--no-test",
@@ -185,7 +185,7 @@ def test_an_averaging_optimizer_matches_one_device(form, start):
 
 @pytest.mark.slow
 def test_autocast_works_on_shards(start):
-    """Weights stay float32. Rounding to bfloat16 depends on which samples are in a forward together."""
+    """Weights stay float32. Rounding to bfloat16 depends on which samples share a forward pass."""
     base = [
         *PIECES, "--device", "cpu", "--num-threads", 1, "--amp", "bf16", "--epochs", 1, "--batch-size", 2,
         "--global-batch-size", 8, "--lr", 0.02, "--optimizer", "sgd",
@@ -218,7 +218,7 @@ def test_compiled_units_train_equally(more, start):
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--grad-checkpointing"]], ids=" ".join)
 def test_a_compiled_run_resumes_bit_identically(more, start):
-    """With dropout and batch norm."""
+    """The run has dropout and batch norm."""
     often = ["--compile", *more, "--save-every-steps", 2, "--keep-checkpoints", 0]
     unbroken = start(f"unbroken{more}", *often, base=RAGGED, form="fsdp", world_size=2)
     middle = unbroken / "checkpoint_0_0_8.pth"
@@ -296,13 +296,13 @@ def test_a_shard_size_that_does_not_divide_the_processes_is_refused():
 
 
 def test_optimizers_of_whole_matrices_are_refused():
-    """torch 2.8 has no Muon."""
+    """torch 2.8 has no Muon, so another optimizer gets its name."""
     muon = type("Muon", (torch.optim.SGD,), {})([torch.zeros(2, 2)])
     with pytest.raises(UserError, match=r"^--multi-gpu fsdp: Muon orthogonalises whole matrices"):
         Sharded.check_optimizers(None, [muon])
 
 
-# --- what only the main process holds ---------------------------------------------------------------------------------
+# --- what only rank 0 holds ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -315,7 +315,7 @@ def test_an_outline_has_no_content_if_the_task_allows_it(eager):
 
 
 class Keeps:
-    """An object that is no module, and keeps what it is given."""
+    """Object that is not a module, and keeps a value."""
 
     def __init__(self, value):
         self.value = value
@@ -361,15 +361,16 @@ SEQREC = [
 
 
 def live_bytes():
-    """Of all tensors of this process, each memory once."""
+    """Returns the bytes of all tensors of this process, counting each storage once."""
     plain = (t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter) and not t.is_meta)
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in plain}.values())
 
 
 def watch_memory():
-    """Writes down, in bytes: what a process holds in an optimizer step, and at most in blocks; what the whole takes.
+    """Records the memory of a process in bytes, and returns a function that writes it to a file.
 
-    And the most that it holds until the first step whenever it was sent something large.
+    step: in an optimizer step. peak: most in blocks and reductions. unit: the largest sharded unit. loading: most when
+    a large tensor arrives before the first step. whole: weights, gradients and moments of the whole model.
     """
     seen = {"loading": 0, "step": 0, "peak": 0}
     step, place, from_main = Precision.step, Sharded.place, Sharded.from_main
@@ -386,7 +387,7 @@ def watch_memory():
         return call
 
     def counting_step(self, optimizers, params, *more):
-        seen["step"] = max(seen["step"], held())  # the second one has moments
+        seen["step"] = max(seen["step"], held())  # the second step has moments
         seen["whole"] = 4 * sum(p.numel() * p.itemsize for p in params)
         return step(self, optimizers, params, *more)
 
@@ -415,7 +416,7 @@ def watch_memory():
 
 @pytest.fixture
 def memory_of_ranks(start, tmp_path):
-    """Runs, which go on with those of the same test, and returns what `watch_memory` saw on each rank."""
+    """Starts or resumes the run of a test; returns what `watch_memory` recorded on each rank."""
     start.environment = start.environment | {"MEMORY": str(tmp_path)}
 
     def run(world_size, *more):
@@ -436,12 +437,12 @@ def test_a_process_holds_only_its_shard(world_size, memory_of_ranks):
         units = (seen["peak"] - share) / seen["unit"]
         print(f"{seen['step'] / share:.3f} of the share, at most {units:.2f} of the largest unit more in a step")
         assert 0.9 * share < seen["step"] <= 1.1 * share
-        assert seen["peak"] <= 1.1 * share + 2 * seen["unit"]  # its parameters and its gradient
+        assert seen["peak"] <= 1.1 * share + 2 * seen["unit"]  # its parameters and its gradients
 
 
 @pytest.mark.slow
 def test_only_rank_0_holds_a_whole_checkpoint(memory_of_ranks):
-    """Neither a new model nor a checkpoint: weights, and two moments."""
+    """Other ranks hold neither a whole new model nor a whole checkpoint, which has weights and two moments."""
     world_size = 3
     for num_steps, num_kinds in ((2, 1), (3, 3)):
         for seen in memory_of_ranks(world_size, "--max-steps", num_steps):
@@ -453,7 +454,7 @@ def test_only_rank_0_holds_a_whole_checkpoint(memory_of_ranks):
                 assert 0 < seen["loading"] <= 1.1 * parts + 1.1 * seen["unit"] < 0.9 * num_kinds * weights
 
 
-# --- what ranks leave out --------------------------------------------------------------------------------------------
+# --- parameters that ranks skip ------------------------------------------------------------------------------------
 
 DROPPING = [
     "--task", f"{ROOT / 'tests' / 'helpers' / 'dropping_task.py'}:Dropping", "--device", "cpu", "--num-threads", 1,
@@ -469,11 +470,11 @@ def assert_learns_what_ddp_learns(start, *more, of_fsdp=()):
     found, expected = (loaded(folder / "final.pth") for folder in (parts, copied))
     assert difference(found["model"], expected["model"]) < TOLERANCE
     its_moments, moments = (tensors(each["optimizers"]) for each in (found, expected))
-    assert its_moments.keys() == moments.keys()  # none of what nobody uses
+    assert its_moments.keys() == moments.keys()  # unused parameters have no moments
 
 
 def test_ranks_may_skip_different_blocks(start):
-    """In four micro-batches of a step; several of the forwards run no block at all."""
+    """A step has four micro-batches, and several of the forward passes run no block."""
     assert_learns_what_ddp_learns(start, "--batch-size", "1", "--epochs", "2")
 
 

@@ -1,4 +1,4 @@
-"""Every way to start a run, with the real command lines: each finishes, and each learns the same weights."""
+"""Every way to start a run by a real command line finishes and learns the same weights."""
 
 import importlib.util
 import json
@@ -109,7 +109,7 @@ def test_torchrun_works(tmp_path, run_together, one_device):
     importlib.util.find_spec("torch.distributed.launch") is None, reason="this torch has no torch.distributed.launch"
 )
 def test_torch_distributed_launch_works(tmp_path, run_together, one_device):
-    """It passes --local-rank to every process."""
+    """The launcher passes --local-rank to every process."""
     launch = ["-m", "torch.distributed.launch", "--nproc_per_node=2", f"--master_port={free_port()}"]
     run_together(([*launch, *DDP, "--save-dir", tmp_path], {}))
     assert_same_run(tmp_path, 2, one_device)
@@ -117,7 +117,7 @@ def test_torch_distributed_launch_works(tmp_path, run_together, one_device):
 
 @pytest.mark.slow
 def test_variables_set_by_hand_in_two_terminals_start_a_run(tmp_path, run_together, one_device):
-    """Without LOCAL_RANK, which a user would forget."""
+    """LOCAL_RANK is not set, because a user would forget it."""
     meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     args = [*DDP, "--save-dir", tmp_path]
     run_together(*[(args, meeting | {"RANK": str(rank)}) for rank in range(2)])
@@ -135,7 +135,7 @@ def test_two_torchrun_agents_start_a_run_as_on_two_machines(tmp_path, run_togeth
 
 @pytest.mark.slow
 def test_the_trainer_launches_its_processes(tmp_path, command, one_device):
-    """`--scale-lr linear` on two devices with half the batch each is twice the learning rate."""
+    """On two devices with half the batch each, `--scale-lr linear` doubles the learning rate."""
     args = [*launcher(2), *TINY, "--batch-size", 5, "--lr", 0.005, "--scale-lr", "linear", "--save-dir", tmp_path]
     out = command(*args, **NO_GPU).stdout
     assert_same_run(tmp_path, 2, one_device)
@@ -143,7 +143,7 @@ def test_the_trainer_launches_its_processes(tmp_path, command, one_device):
 
 
 def test_dp_without_two_gpus_warns_and_trains(tmp_path, command, one_device):
-    """With underscores in its options."""
+    """The options have underscores instead of hyphens."""
     args = ["main_multi_gpu.py", "--multi_gpu", "dp", "--batch_size=4", *TINY, "--save_dir", tmp_path]
     lines = command(*args, **NO_GPU).stdout.splitlines()
     assert_same_run(tmp_path, 1, one_device)
@@ -210,7 +210,7 @@ def test_threads_of_process_groups_end_before_the_interpreter(tmp_path):
 
 
 def listening_addresses(pids):
-    """Local addresses, as /proc/net/tcp and tcp6 write them, on which any of these processes listens."""
+    """Returns the local addresses on which these processes listen, as /proc/net/tcp and tcp6 write them."""
     inodes = set()
     for pid in pids:
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -231,10 +231,10 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory, environment):
-    """A self-launched group of two, observed while it trained, stopped by SIGTERM, then started again."""
+    """Observes a self-launched group of two in training, stops it by SIGTERM, and starts it again."""
     base = tmp_path_factory.mktemp("stopped")
     (base / "record").mkdir()
-    # Without --global-batch-size, so that there is a batch for --scale-lr to compare with.
+    # Without --global-batch-size, --scale-lr scales by the number of devices.
     args = [*launcher(2), "--task", WEIGHTED, "--epochs", 6, "--num-train", 24, "--batch-size", 2, "--num-workers", 1,
             "--scale-lr", "linear", "--lr", 0.001, "--num-threads", 1, "--save-dir", base / "run"]  # fmt: skip
     options = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT,
@@ -311,14 +311,14 @@ def test_error_in_a_group_of_processes_is_printed_once(command, tmp_path):
 
 
 def rest(environment):
-    """A job for `launch` that nothing but a signal ends soon."""
+    """Job for `launch` that only a signal ends soon."""
     time.sleep(60)
     return 0
 
 
 @pytest.mark.slow
 def test_ctrl_c_while_processes_start_prints_no_traceback(monkeypatch, capfd):
-    """As in a terminal, it comes to all of them, which are about to import torch."""
+    """As in a terminal, all processes get the signal, while they are about to import torch."""
     start, handler = launching.Launcher.start, signal.getsignal(signal.SIGINT)
 
     def interrupted(launcher, *args):
@@ -336,7 +336,7 @@ def test_ctrl_c_while_processes_start_prints_no_traceback(monkeypatch, capfd):
 
 @pytest.mark.slow
 def test_ctrl_c_reaches_each_rank_once(environment, tmp_path):
-    """The terminal sends it to every process of the foreground; a rank that got it twice would leave without saving."""
+    """The terminal sends the signal to all foreground processes. A rank that got it twice would end without saving."""
     argv = [*launcher(2), *TINY, "--epochs", 500, "--delay-s", 0.1, "--save-dir", tmp_path / "run"]
     pid, terminal = pty.fork()
     if pid == 0:
@@ -374,7 +374,7 @@ def test_a_signal_before_a_process_starts_reaches_it(number, again, monkeypatch,
 
 
 def killed(environment):
-    """A job for `launch` that something kills."""
+    """Job for `launch` that is killed."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -387,7 +387,7 @@ def test_only_a_run_with_checkpoints_is_said_to_resume(again, end, capfd):
 
 
 def stuck(environment):
-    """A job for `launch` of which rank 1 fails and rank 0 heeds no request to stop."""
+    """Job for `launch` whose rank 1 fails, and whose rank 0 ignores SIGTERM."""
     if environment.rank == 1:
         return 7
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -405,7 +405,7 @@ def test_the_others_are_ended_when_one_fails(monkeypatch):
 
 
 class LacksMemory:
-    """A job for `launch` that notes its starts in a file, and needs three."""
+    """Job for `launch` that counts its starts in a file, and asks for a restart until the third."""
 
     def __init__(self, path):
         self.path = path
@@ -417,7 +417,7 @@ class LacksMemory:
 
 
 class LosesRank:
-    """A job for `launch` whose rank 1 dies at the first start, which the other one survives."""
+    """Job for `launch` whose rank 1 dies at the first start, after which rank 0 asks for a restart."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -432,7 +432,7 @@ class LosesRank:
             survived.touch()
             while not died.exists():
                 time.sleep(0.01)
-            time.sleep(0.5)  # the launcher is to see the death first
+            time.sleep(0.5)  # the launcher must see the death first
             return EXIT_RESTART
         return 0
 

@@ -1,4 +1,4 @@
-"""A checkpoint that the main process reads, in the models and optimizers of all."""
+"""All ranks get the weights and moments of the checkpoint that rank 0 reads."""
 
 from copy import deepcopy
 
@@ -18,8 +18,8 @@ WORLD_SIZE = 2
 def trained(seed):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
-    model.counts = nn.Buffer(torch.full((4,), seed, dtype=torch.int16))  # a type that gloo does not carry
-    model[2].weight.data = model[2].weight.data.T.contiguous().T  # another order in memory
+    model.counts = nn.Buffer(torch.full((4,), seed, dtype=torch.int16))  # gloo does not support this dtype
+    model[2].weight.data = model[2].weight.data.T.contiguous().T  # a transposed memory layout
     optimizers = [torch.optim.AdamW(model[0].parameters()), torch.optim.AdamW(model[2].parameters(), fused=True)]
     model(torch.randn(7, 3)).square().sum().backward()
     for optimizer in optimizers:
@@ -32,7 +32,7 @@ def state_of(model, optimizers):
 
 
 def agreed_counts(strategy, model):
-    """What becomes of counts that differ where the model is wrapped, and later."""
+    """Returns counts that differ between ranks, after wrapping the model and after synchronizing its buffers."""
     model, found = deepcopy(model), []
     model.counts.fill_(strategy.group.rank)
     net = strategy.wrap(model)
@@ -45,7 +45,7 @@ def agreed_counts(strategy, model):
 
 
 def in_process(environment, folder):
-    """Each process has trained something else; all take what the main one reads."""
+    """Trains another model on each rank, and then loads on all of them what rank 0 reads."""
     strategy = Replicated(ProcessGroup(environment, MultiDeviceFlags(multi_gpu="ddp"), DeviceFlags(device="cpu")))
     model, optimizers = trained(seed=environment.rank)
     state = strategy.load_on_main(lambda: state_of(*trained(seed=7)) | {"step": 3, "sums": torch.ones(2)}, LARGE)
@@ -94,5 +94,5 @@ def test_buffers_of_any_dtype_come_from_rank_0(found):
 
 
 def test_large_tensors_do_not_travel_within_the_checkpoint(found):
-    """All of it at once, and pickled, would be in the memory of each process several times."""
+    """A pickled checkpoint would be in the memory of each process several times."""
     assert [own["travelled"] for own in found] == [[True, True], [False, False]]

@@ -1,4 +1,4 @@
-"""Ranks that have drifted apart are noticed and named, and what they have become is not saved."""
+"""Ranks whose weights drift apart are detected and named, and such weights are not saved."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
 
 CPU = torch.device("cpu")
-# 9 steps an epoch on 3 processes, 13 on 2, and a checkpoint at its end.
+# An epoch has 9 steps on 3 processes and 13 on 2, and ends with a checkpoint.
 RUN = [
     "--task", f"{ROOT / 'tests' / 'helpers' / 'drifting_task.py'}:Drifting", "--device", "cpu", "--num-threads", 1,
     "--batch-size", 4, "--lr", 0.01, "--max-steps", 26,
@@ -33,7 +33,7 @@ def member(rank):
 
 @pytest.fixture
 def drifted(environment, tmp_path):
-    """Runs a group that drifts apart: its exit statuses, its output, and the steps that are saved."""
+    """Runs a group whose ranks drift apart; returns its exit statuses, its output and the saved steps."""
 
     def run(drift, *more, world_size=2, form="ddp"):
         argv = ["--multi-gpu", form, *RUN, "--save-dir", tmp_path / "run", *more]
@@ -152,7 +152,7 @@ def test_every_bit_changes_the_digest(name, fingerprint):
 
 
 def test_positions_and_signs_change_the_digest(fingerprint):
-    """Which a sum would not tell, nor one of products whose high bits overflow."""
+    """A plain sum would not detect all of these changes, nor would a sum of products whose high bits overflow."""
     values = torch.randn(70_000)
     before = hash_of(fingerprint, [values])
     for first, second in ((0, 1), (0, 69_999), (32_767, 32_768), (5, 5 + 2**15)):
@@ -163,7 +163,7 @@ def test_positions_and_signs_change_the_digest(fingerprint):
 
 
 class Pair(Group):
-    """One of two processes, of which the other has the same, but for what is added to its hashes."""
+    """Simulates a second process, whose hashes are those of this process plus `wrong`."""
 
     world_size = 2
     wrong = 0
@@ -181,7 +181,7 @@ class Pair(Group):
 
 
 def test_ranks_on_gpus_are_compared_some_steps_later(monkeypatch):
-    """And what is under way meanwhile is compared in turn."""
+    """Comparisons that are in flight at the same time complete in order."""
     monkeypatch.setattr("trainer.loop.lockstep.queue_of", lambda device: DeviceQueue(GROUP_SIZE))
     strategy, progress = Strategy(Pair([CPU])), Progress()
     lockstep = Lockstep(nn.Linear(3, 3), strategy, every=10)

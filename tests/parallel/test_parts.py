@@ -1,4 +1,4 @@
-"""`--parts`: the same bits on one device and on several, which are those of a bare loop that adds in a binary tree."""
+"""With `--parts`, any number of devices trains the same bits as a bare loop that adds gradients in a binary tree."""
 
 import functools
 import hashlib
@@ -30,7 +30,7 @@ FILE = ROOT / "tests" / "helpers" / "parted_task.py"
 NUM_PARTS, SIZE, EPOCHS, LR, MAX_NORM = 16, 3, 3, 0.02, 1.0
 WHOLE = NUM_PARTS * SIZE
 MID_EPOCH = 3
-"""An optimizer step. Every epoch has two, the second one of 5 samples, so that most of its parts are empty."""
+"""Optimizer step. Every epoch has two, the second with 5 samples, so that most of its parts are empty."""
 FLAGS = [
     "--epochs", EPOCHS, "--batch-size", SIZE, "--parts", NUM_PARTS, "--lr", LR, "--device", "cpu", "--log-interval", 2,
     "--save-every-steps", MID_EPOCH, "--keep-checkpoints", 0,
@@ -49,7 +49,7 @@ CASES = {
 
 
 def in_tree(values):
-    """The sum of the values, where None adds nothing."""
+    """Returns the sum of the values in a binary tree, in which None adds nothing."""
     if len(values) == 1:
         return values[0]
     half = len(values) // 2
@@ -58,7 +58,7 @@ def in_tree(values):
 
 
 def learnt():
-    """The state of the model after plain float32 steps of torch's AdamW, and the number of steps that were clipped."""
+    """Returns the model's state dict after plain float32 steps of torch's AdamW, and the number of clipped steps."""
     task = Parted(PartedFlags(), seed=0, cache_dir=None)
     torch.manual_seed(0)
     objective = task.build_objective().train()
@@ -118,7 +118,7 @@ def test_one_device_matches_a_bare_loop_bit_identically(run_here, tmp_path):
 
 
 def test_absent_samples_change_no_bit():
-    """Not even the sign of a zero, be it a part without a gradient or a process without parts."""
+    """A part without a gradient, or a process without parts, does not even change the sign of a zero."""
     params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1, dtype=torch.complex64))]
     flat, tree, sent = FlatGradients(params), TreeSum(add_grads), []
     real, imaginary = torch.tensor([-0.0, 1.0]), torch.tensor([complex(-0.0, -0.0)])
@@ -153,7 +153,7 @@ def attributes(owner, **others):
 
 
 def in_order_of_rank():
-    """Neighbouring parts on different devices, so that what is added first depends on their number."""
+    """Puts neighbouring parts on different devices, so that the order of sums depends on the number of devices."""
 
     def shards(self):
         return [(part, NUM_PARTS) for part in range(self.group.rank, NUM_PARTS, self.group.world_size)]
@@ -162,7 +162,7 @@ def in_order_of_rank():
 
 
 def accumulated():
-    """All parts of a device into one gradient, one after another."""
+    """Adds the parts of a device into one gradient, one after another."""
 
     def add(self, value):
         self.waiting = [(0, self._add(self.waiting[0][1], value) if self.waiting else value)]
@@ -174,13 +174,13 @@ BROKEN = {"in order of rank": in_order_of_rank, "accumulated": accumulated}
 
 
 def run_all(environment, folder, before):
-    """What each process of a world does. before: the folder of a world from whose mid-epoch saves it goes on."""
+    """Trains every case on one rank. before: folder of a world whose runs it also resumes in the middle of an epoch."""
     status = 0
     for name in CASES:
-        with attributes(process_group, DIRECT_BYTES=0) if name == "two phases" else nullcontext():  # in slices
+        with attributes(process_group, DIRECT_BYTES=0) if name == "two phases" else nullcontext():  # exchanges slices
             status |= run_once(environment, name, folder / name)
         if before is not None:
-            if environment.rank == 0:  # the others wait for it
+            if environment.rank == 0:  # the other ranks wait for rank 0
                 cut_back(before / name, up_to_mid_epoch(before / name), folder / f"{name} resumed")
             status |= run_once(environment, name, folder / f"{name} resumed")
     for name, broken in BROKEN.items():
@@ -190,7 +190,7 @@ def run_all(environment, folder, before):
 
 
 def up_to_mid_epoch(place):
-    """The entries of the manifest."""
+    """Returns the manifest's entries up to the mid-epoch checkpoint."""
     entries = json.loads((place / "manifest.json").read_text())["checkpoints"]
     (middle,) = [i for i, entry in enumerate(entries) if entry["step"] == MID_EPOCH and entry["samples"] > 0]
     return entries[: middle + 1]
@@ -202,7 +202,7 @@ def run_once(environment, name, place, *more):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The folder of runs of each world, each of which also goes on from the runs of the one before."""
+    """Returns the folder of the runs by world size. Worlds of 2 and 1 also resume runs of twice as many processes."""
     found = {}
     for world_size in (4, 2, 1):
         run = functools.partial(run_all, before=found.get(2 * world_size))
@@ -211,7 +211,7 @@ def folders(tmp_path_factory):
 
 
 def digest(value):
-    """The sha256 of the bytes of a tensor, or of a nested state."""
+    """Returns the SHA-256 of the bytes of a tensor, or of a nested state."""
     sha = hashlib.sha256()
 
     def add(part):
@@ -232,7 +232,7 @@ def digest(value):
 
 
 def digests(folder):
-    """Of all that a run has learnt, and of what it has logged."""
+    """Returns the digests of what a run has learnt and logged, by name."""
     state = load(folder / "last.pth")
     learnt = ("model", "training_model", "optimizers", "best", "totals", "position")
     logged = {event: read_metrics(folder, event) for event in ("epoch", "step", "result")}
@@ -256,7 +256,7 @@ def test_a_run_resumes_bit_identically_on_half_the_devices(world_size, case, fol
 @pytest.mark.parametrize("broken", BROKEN)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_another_order_of_summation_is_detected(world_size, broken, folders):
-    """Or these tests would prove nothing."""
+    """Without such a difference, the comparisons above would prove nothing."""
     places = folders[1] / "one phase", folders[world_size] / broken
     right, wrong = (load(place / up_to_mid_epoch(place)[-1]["file"]) for place in places)
     assert digest(wrong["model"]) != digest(right["model"])
@@ -291,13 +291,12 @@ TABLES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TABLES)
 def test_digests_of_every_workload_are_equal(name, command):
-    """Of each workload, and of a model whose gradients would travel during the backward."""
     more = ["--max-steps", 4, "--batch-size", 4, "--device", "cpu"]
     out = command("benchmarks/equal_bits.py", *TABLES[name], *more, timeout=900).stdout
     assert json.loads(out.splitlines()[-1])["equal"]
 
 
-# --- what is refused, and what goes on -----------------------------------------------------------------------------
+# --- refusals and resumes -----------------------------------------------------------------------------------------
 
 
 REFUSED = {
@@ -356,7 +355,7 @@ def test_sparse_gradients_are_refused(run_here, tmp_path):
 @pytest.mark.parametrize(("words", "variable", "expected"), [("", None, 1), ("--num-threads 2", None, 2), ("", "4", 4)])
 def test_a_process_uses_one_thread_by_default(words, variable, expected, monkeypatch):
     before = torch.get_num_threads()
-    torch.set_num_threads(4)  # as torch reads the variable when it is imported
+    torch.set_num_threads(4)  # torch reads the variable only when it is imported
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if variable:
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
@@ -377,7 +376,7 @@ def test_a_resumed_run_keeps_its_number_of_threads(run_here, tmp_path):
 
 
 def test_a_run_may_resume_with_and_without_parts(run_here, tmp_path):
-    """From the middle of an epoch, with the sums of the epoch so far."""
+    """Each run resumes in the middle of the epoch, with the sums of metrics so far."""
     argv = [*CASES["one phase"], *FLAGS, "--epochs", 1, "--global-batch-size", 16, "--dropout", 0]
     losses, more = [], []
     for parts in (0, 16, 8, 0):

@@ -1,4 +1,4 @@
-"""A rank that is slow is named once, with the phase in which it is; ranks of equal work are not."""
+"""A slow rank is named once, with its slow phase. Ranks with equal work are not named."""
 
 import os
 import re
@@ -30,7 +30,7 @@ SLOW = (
 
 
 def report_often():
-    """In a process of its own: the rest of a test's time would be spent on steps."""
+    """Shortens the report interval of a started process, so that a test needs few steps."""
     rank_times.REPORT_EVERY = 4
     return lambda: None
 
@@ -56,7 +56,7 @@ def trained(environment, tmp_path):
 
 
 def assert_named(output, rank, phase):
-    """One line, with the times in milliseconds of the slow phase."""
+    """Asserts that one line names the rank, with the times of its slow phase in milliseconds."""
     (line,) = [line for line in output.splitlines() if " is slow: " in line]
     match = re.match(SLOW.format(rank, re.escape(os.uname().nodename), phase), line)
     assert match, line
@@ -65,7 +65,7 @@ def assert_named(output, rank, phase):
 
 
 LONG = 0.1
-"""Seconds: more than a loaded machine adds to a step of another rank."""
+"""Delay in seconds: more than a loaded machine adds to a step of another rank."""
 
 
 def test_a_rank_that_loads_slowly_is_named(trained, tmp_path):
@@ -80,7 +80,7 @@ def test_a_rank_that_loads_slowly_is_named(trained, tmp_path):
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("prepare", [report_often, report_often_and_overlap])
 def test_a_rank_that_computes_slowly_is_named(phase, prepare, trained):
-    """By gradients that travel after the backward, and by DistributedDataParallel, within which the others wait."""
+    """Gradients are exchanged after the backward pass, or within it by DistributedDataParallel."""
     assert_named(trained(f"{phase} 0 {LONG}", "--max-steps", 24, prepare=prepare), 0, phase)
 
 
@@ -98,7 +98,7 @@ def test_no_rank_is_named_in_a_thousand_steps_of_equal_work(trained):
 
 
 def test_a_rank_is_slow_only_if_it_is_slow_in_every_report():
-    """Of many reports about 8 processes of equal work with noise, one of which is slower by half."""
+    """The reports are about 8 ranks with equal but noisy work, one of which then takes twice as long."""
     rng = np.random.default_rng(0)
     own = rng.lognormal(0, 0.2, (200, NUM_REPORTS, 8, len(OWN)))
     assert not any(slow_ranks(reports, 1.3) for reports in own)

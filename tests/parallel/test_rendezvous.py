@@ -1,4 +1,4 @@
-"""Processes that are to be one run, and are not alike, not all there, or too many."""
+"""Processes that start one run together are refused if they differ, if one is missing, or if there are too many."""
 
 import threading
 import time
@@ -25,12 +25,12 @@ LOCAL = {
 
 
 def test_only_local_flags_may_differ_between_ranks():
-    """Of `--task` another rule compares all but the folder."""
+    """Another rule compares `--task`, except for its folder."""
     groups = [*TRAINER_GROUPS, *(find_task(name).Config for name in TASKS)]
     assert {option.name for group in groups for option in options(group).values() if option.local} == LOCAL
 
 
-# --- the words ---------------------------------------------------------------------------------------------------
+# --- messages ----------------------------------------------------------------------------------------------------
 
 
 def test_a_difference_is_named_with_both_values():
@@ -60,7 +60,7 @@ def test_facts_that_a_rank_lacks_are_not_compared():
 
 @pytest.fixture
 def come(tmp_path):
-    """Lets processes come to one store, one after the other; returns why each has not met the others, or None."""
+    """Lets processes join one store, one after another; returns the error of each, or None."""
 
     def run(*environments, within_s):
         ends = [None] * len(environments)
@@ -119,7 +119,7 @@ def test_an_endless_wait_times_out():
 
 @pytest.fixture
 def meet(environment, tmp_path):
-    """Starts processes at one port, each (RANK, flags); returns statuses, lists of messages, and seconds."""
+    """Starts processes, each given as (rank, flags); returns exit statuses, lists of error messages, and seconds."""
 
     def run(*processes, world_size=2, form="ddp", task=TINY):
         place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -143,7 +143,7 @@ def meet(environment, tmp_path):
 
 
 def assert_refused(ended, *parts):
-    """Every process told its user the same, once."""
+    """Asserts that every process printed the same error once."""
     statuses, messages, _ = ended
     assert statuses == [2] * len(statuses), messages
     (message,) = {line for lines in messages for line in lines}
@@ -181,7 +181,7 @@ def test_ranks_may_keep_their_data_in_different_places(meet, tmp_path):
     before = contents(tmp_path / "run", REFUSAL)
     (tmp_path / "data-1.txt").write_text(histories.replace("3 4 7", "3 5 7"))
     statuses, messages, _ = meet(*own, task=[*task, "--fresh"])
-    assert statuses == [2, 2] and not messages[1]  # once they have met, rank 0 speaks for all
+    assert statuses == [2, 2] and not messages[1]  # once the ranks have met, only rank 0 prints
     (message,) = messages[0]
     assert message.startswith("error: rank 1 of 2 differs from rank 0: ") and "the digest of the data" in message
     assert contents(tmp_path / "run", REFUSAL) == before

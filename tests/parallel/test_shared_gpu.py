@@ -1,4 +1,4 @@
-"""Two processes on one GPU: NCCL takes no such thing, gloo does."""
+"""NCCL does not support two processes on one GPU, so such a run is refused."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ def test_ranks_that_share_a_gpu_are_detected():
 
 
 def show_one_gpu():
-    """What a machine with one GPU tells; a build of torch without NCCL meets by gloo."""
+    """Simulates a machine with one GPU. The ranks join by gloo, because a build of torch for CPUs lacks NCCL."""
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
     torch.cuda.set_device = lambda device: None
@@ -27,7 +27,7 @@ def show_one_gpu():
 
     def join_by_gloo(backend, timeout, **how):
         assert backend == "cpu:gloo,cuda:nccl"
-        # The ranks have missed each other when NCCL ends a process, without a word.
+        # After its timeout NCCL ends a process without a message, so other timeouts must come first.
         assert timeout.total_seconds() > MultiDeviceFlags().dist_timeout_s
         join("gloo", timeout=timeout, **how)
 
@@ -36,7 +36,6 @@ def show_one_gpu():
 
 
 def test_nccl_on_a_shared_gpu_is_refused_before_the_start(environment, tmp_path):
-    """By one message, of the ranks and of what to change."""
     output = tmp_path / "out"
     argv = ["--multi-gpu", "ddp", *TINY, "--save-dir", tmp_path / "run"]
     assert forks.run_group(argv, 2, environment, output, prepare=show_one_gpu) == [2, 2]

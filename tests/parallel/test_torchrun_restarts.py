@@ -1,4 +1,4 @@
-"""What an attempt knows of the one before, when torchrun starts a command again."""
+"""A command that torchrun restarts keeps the settings of the attempt before."""
 
 import json
 import os
@@ -22,7 +22,7 @@ class Dies(Weighted):
 
 @pytest.fixture
 def under_torchrun(monkeypatch):
-    """This process was started by an agent: the one that started the tests."""
+    """Sets torchrun's variable, so that the parent process of the tests counts as its agent."""
     monkeypatch.setenv(AGENT, "none")
 
 
@@ -72,7 +72,7 @@ def test_a_lock_left_by_a_lost_node_of_the_same_job_is_taken_over(under_torchrun
 
 @pytest.mark.parametrize("agents", [[], ["another"], None, 7])
 def test_a_lock_of_another_job_is_not_taken_over(agents, under_torchrun, start, tmp_path, monkeypatch):
-    """Before nobody has renewed it for a while."""
+    """The lock is still being renewed."""
     start()
     monkeypatch.setattr("trainer.checkpoint.lock._is_renewed", lambda path: True)
     (tmp_path / "run" / "lock").write_text(f"{ELSEWHERE}\n")
@@ -83,10 +83,10 @@ def test_a_lock_of_another_job_is_not_taken_over(agents, under_torchrun, start, 
 
 @pytest.mark.parametrize("restarted", [True, False])
 def test_the_global_batch_is_kept_before_there_is_a_checkpoint(restarted, under_torchrun, start, tmp_path):
-    file = tmp_path / f"dies_{restarted}.py"  # a module of its own for each: those of one name are imported once
+    file = tmp_path / f"dies_{restarted}.py"  # another name for each case, because Python imports a module once
     file.write_text(DIES)
     start("--task", f"{file}:Dies", status=1)
-    # As of an attempt on three devices.
+    # An attempt on three devices would have written this global batch size.
     agents = [torchrun_agent()] if restarted else ["another"]
     rewrite_config(tmp_path / "run", global_batch_sizes=[24], torchrun_agents=agents)
     start()
@@ -96,7 +96,7 @@ def test_the_global_batch_is_kept_before_there_is_a_checkpoint(restarted, under_
 
 
 def test_a_restarted_job_keeps_the_id_of_its_run(under_torchrun, start, tmp_path):
-    """Though --fresh is in its command, and nothing was saved."""
+    """The command has --fresh, and the first attempt saved nothing."""
     file = tmp_path / "dies_again.py"
     file.write_text(DIES)
     start("--fresh", "--task", f"{file}:Dies", status=1)
