@@ -1,4 +1,4 @@
-"""Batches in buckets of equal length, in shards one after another, and in the order of their numbers."""
+"""Batches of samples of similar length, of shards one after another, and of consecutive samples."""
 
 import tracemalloc
 
@@ -150,7 +150,7 @@ def test_lazily_made_batches_are_a_sequence(make):
 
 
 def test_orders_of_large_shards_take_little_memory():
-    """There are 100 shards of 10^8 samples. Two orders of small shards are held, which are sorted as a whole."""
+    """The first data set has 100 shards of 10^8 samples. Of small shards, two whole orders are held at a time."""
     tracemalloc.start()
     batches = sharded_batches([10**8] * 100, 256, 0, 0)
     assert len(batches) == -(-(10**10) // 256)

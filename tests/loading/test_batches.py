@@ -24,7 +24,7 @@ from trainer.loading.workers import BatchLoader, Workers
 
 
 def of_workers(num_workers: int) -> dict[str, BatchLoader]:
-    """Loaders of training data and of two evaluation sets."""
+    """Returns loaders of training data and of two evaluation sets."""
     collate, workers = Weighted(WeightedFlags(), 0, Path()).collate, Workers(num_workers)
     return {
         "train": BatchLoader([Sequences(40, 0, True)], collate, workers, trains=True),
@@ -189,7 +189,7 @@ def test_a_batch_that_a_worker_cannot_send_ends_the_run(environment, tmp_path):
 
 
 class Noted(Sequences):
-    """Notes the first sample of each request in a file."""
+    """Appends the first sample of each request to a file."""
 
     def __init__(self, note: Path, *arguments) -> None:
         super().__init__(*arguments)

@@ -1,4 +1,4 @@
-"""The array cache with real processes, kills and full disks."""
+"""The array cache survives concurrent processes, kills and full disks."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""Numbers keyed by (seed, epoch, index, stream): what they depend on, and how they are distributed."""
+"""Random numbers depend only on (seed, epoch, index, stream), and have the right distribution."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def test_bits_equal_a_slow_reference() -> None:
 
 
 def test_counter_sequence_is_splitmix64() -> None:
-    """The finaliser on multiples of the golden ratio, from state 0, gives the published first outputs."""
+    """From state 0, the finaliser of multiples of the golden ratio gives the published first outputs."""
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [reference_mix((j + 1) * GOLDEN) for j in range(3)] == published
 

@@ -21,20 +21,17 @@ def permutation(num_samples, seed=0, epoch=0, phase=0, num_rounds=NUM_ROUNDS):
 
 @cache
 def drawn(num_samples, num_trials, num_rounds=NUM_ROUNDS):
-    """Orders of num_trials seeds, (num_trials, num_samples)."""
+    """Returns the orders of `num_trials` seeds, of shape (num_trials, num_samples)."""
     return np.stack([permutation(num_samples, seed, num_rounds=num_rounds) for seed in range(num_trials)])
 
 
 def surprise(counts, expected, degrees):
-    """How far a chi-square statistic is above its mean, in standard deviations.
-
-    expected: the count of every cell. degrees: of freedom.
-    """
+    """Returns how far a chi-square statistic is above its mean, in standard deviations. degrees: degrees of freedom."""
     return (((counts - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees)
 
 
 def pairs(first, second, num_samples, num_bins):
-    """Counts of pairs of samples, which are grouped into bins, (num_bins, num_bins)."""
+    """Counts pairs of samples, grouped into bins; returns an array of shape (num_bins, num_bins)."""
     cells = (first * num_bins // num_samples) * num_bins + second * num_bins // num_samples
     return np.bincount(cells.ravel(), minlength=num_bins**2).reshape(num_bins, num_bins)
 
@@ -78,7 +75,7 @@ def test_every_sample_is_equally_likely_at_every_position(num_samples, num_trial
         return surprise(table, orders.size / num_bins**2, (num_bins - 1) ** 2)
 
     assert abs(deviation(NUM_ROUNDS)) < 4
-    assert abs(deviation(0)) > 100  # the test can tell
+    assert abs(deviation(0)) > 100  # the test detects an order without rounds
 
 
 @pytest.mark.parametrize(("num_samples", "num_trials"), SIZES)
@@ -94,7 +91,7 @@ def test_every_sample_is_equally_likely_to_follow_every_other(num_samples, num_t
 
 
 def test_all_orders_of_few_samples_are_equally_likely():
-    """This is the hardest case for a network, because its rounds have few values to choose from."""
+    """Few samples are the hardest case for a Feistel network, because its rounds have few values to choose from."""
 
     def deviation(num_rounds):
         _, counts = np.unique(drawn(5, 4000, num_rounds) @ 5 ** np.arange(5), return_counts=True)

@@ -1,4 +1,4 @@
-"""Data sets on a device have the samples, the order and the weights of the host."""
+"""Data sets on a device give the same samples, order and weights as on the host."""
 
 from itertools import cycle, islice
 
@@ -23,7 +23,7 @@ class Parts(Movable):
 
 
 class Numbers(Movable):
-    """A data set with random draws for each sample, weights that the host knows, and a count of its calls."""
+    """Data set with random draws for each sample, weights that the host can compute, and a count of its calls."""
 
     stays = frozenset({"lengths"})
 
@@ -57,7 +57,7 @@ def datasets(alike: bool) -> list[Numbers]:
 
 
 def some_keys(num: int) -> list[SampleKeys]:
-    """Keys of two phases in turns, over two epochs, with placeholders and a short batch."""
+    """Returns keys of two phases in turns, over two epochs, with placeholders and a short batch."""
     rng = np.random.default_rng(0)
     keys = [
         SampleKeys(rng.integers(0, 60, size), epoch, phase, placeholder=place % 7 == 0, progress=place / num)

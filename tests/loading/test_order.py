@@ -70,7 +70,6 @@ def test_a_batch_norm_accepts_placeholders():
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_evaluation_counts_every_sample_once(world_size):
-    """A data set may be smaller than the world, and every rank has equally many batches."""
     for size in edges(world_size * 4):
         ranks = [list(evaluation_keys(size, (rank, world_size), 4)) for rank in range(world_size)]
         counted = [i for rank in ranks for keys in rank if not keys.placeholder for i in keys.index]

@@ -1,4 +1,4 @@
-"""A stream as a data set gives every sample once and in order, on any workers and after a resume."""
+"""A data set made from a stream gives every sample once and in order, with any workers and after a resume."""
 
 import random
 from itertools import count, islice
@@ -34,7 +34,7 @@ def keys_of(rank, world_size, micro_batch_size, epochs=2, start=0):
 
 
 def read(dataset, keys):
-    """The draws of every sample that is not a placeholder, by its number."""
+    """Returns the draws of every sample that is not a placeholder, by its number."""
     batches = [(key, dataset.__getitems__(key)) for key in keys if not key.placeholder or dataset.__getitems__(key)]
     return {
         number: draws
@@ -152,7 +152,7 @@ def test_a_state_is_kept_if_it_can_be_loaded(is_loaded, monkeypatch):
 
 
 class Points:
-    """A stream with a state. read: how many samples all streams of this class have read."""
+    """Stream with a state. read: number of samples that all instances have read."""
 
     read = 0
 
@@ -173,7 +173,7 @@ class Points:
 
 
 class Lasting:
-    """One stream for all epochs, as of Hugging Face's datasets: every epoch begins at the loaded position.
+    """Stream for all epochs, like Hugging Face's datasets: every epoch begins at the loaded position.
 
     Before the first sample of an epoch it has the state at the end of the previous epoch.
     """
@@ -195,7 +195,7 @@ class Lasting:
         return self.__dict__
 
     def __setstate__(self, state):
-        self.__dict__ = state  # which a shallow copy shares
+        self.__dict__ = state  # a shallow copy shares this dictionary
 
 
 class Squares(Objective):

@@ -1,4 +1,4 @@
-"""An adapted data set of torch gives the same items in any process and in any batch."""
+"""A torch data set adapted by `from_dataset` gives the same items in any process and in any batch."""
 
 import json
 import random
@@ -32,7 +32,7 @@ SIZE = 23
 
 
 class Noisy(Dataset):
-    """Items that draw from every generator that a transform may use; how many numbers depends on the item."""
+    """Data set whose items draw from every generator that a transform may use, some more often than others."""
 
     def __len__(self):
         return SIZE
@@ -104,7 +104,7 @@ def test_random_generators_are_restored():
             super().__getitem__(index)
             raise OSError("gone")
 
-    random.gauss(0, 1), np.random.randn()  # both keep the second of a pair
+    random.gauss(0, 1), np.random.randn()  # both generators keep the second number of a pair
     before = states()
     from_dataset(Noisy(), seed=SEED).__getitems__(SampleKeys(np.arange(3), 0))
     assert states() == before

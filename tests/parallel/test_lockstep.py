@@ -163,7 +163,7 @@ def test_positions_and_signs_change_the_digest(fingerprint):
 
 
 class Pair(Group):
-    """Simulates a second process, whose hashes are those of this process plus `wrong`."""
+    """Simulates a second process, which has the hashes of this process plus `wrong`."""
 
     world_size = 2
     wrong = 0
