@@ -12,25 +12,25 @@ from tests.helpers.processes import end_session
 
 @pytest.fixture(scope="session")
 def forked(environment):
-    """Starts a command line in forks; see `tests.faults.lives.StartJob`."""
+    """Returns a `tests.faults.lives.StartJob` that starts forked processes."""
     return partial(Forks, environment=environment)
 
 
 @pytest.fixture(scope="session")
 def forked_in_parts(environment):
-    """The same, with several processes under fsdp."""
+    """Returns a `StartJob` that starts forked processes; several processes use FSDP."""
     return partial(Forks, environment=environment, form="fsdp")
 
 
 @pytest.fixture(scope="session")
 def typed(environment):
-    """Starts a real command line."""
+    """Returns a `StartJob` that starts a new interpreter, as a user does."""
     return partial(CommandLine, environment=environment)
 
 
 @pytest.fixture(scope="session")
 def unbroken(tmp_path_factory, forked):
-    """The life of a recipe in a world, undisturbed; each is lived once."""
+    """Returns a function that trains a recipe without interruption, once per world size, and returns its `Life`."""
     known = {}
 
     def live(recipe, world_size):
@@ -43,13 +43,13 @@ def unbroken(tmp_path_factory, forked):
 
 @pytest.fixture(scope="session")
 def fresh(tmp_path_factory, forked):
-    """The whole of an undisturbed life, watched."""
+    """Returns the `Watched` record of an uninterrupted run."""
     return watch(Life(tmp_path_factory.mktemp("fresh") / "run", RECIPE), forked)
 
 
 @pytest.fixture(scope="session")
 def resumed(fresh, tmp_path_factory, forked):
-    """The rest of a life that was killed, watched."""
+    """Returns the `Watched` record of the second attempt of a run that was killed in a save."""
     life = Life(tmp_path_factory.mktemp("resumed") / "run", RECIPE)
     kill_in(life, named_points(fresh.operations)["between manifest and rename"], forked)
     return watch(life, forked)
@@ -57,7 +57,7 @@ def resumed(fresh, tmp_path_factory, forked):
 
 @pytest.fixture
 def faulty_run(environment, tmp_path):
-    """Starts a group on one of whose ranks something happens; returns how it ended and what was left of it."""
+    """Returns a function that runs a group of processes with a fault on one rank, and returns an `Ended`."""
     sessions = []
 
     def run(fault, start=launcher, world_size=2, more=()):

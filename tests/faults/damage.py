@@ -13,7 +13,7 @@ def files_of(directory: Path) -> list[Path]:
 
 
 def in_place(path: Path, data: bytes) -> None:
-    """The same inode, so that hard links to it suffer too, as from a failing disk."""
+    """Overwrites a file but keeps its inode, so that hard links change too, as on a failing disk."""
     with path.open("r+b") as file:
         file.truncate(0)
         file.write(data)
@@ -41,7 +41,7 @@ def delete(draw: random.Random, path: Path) -> None:
 
 
 def garbage(draw: random.Random, path: Path) -> None:
-    """Random bytes in a block, as a file system leaves them that lost what it was to write."""
+    """Overwrites a block with random bytes, as when a file system loses a write."""
     data = bytearray(path.read_bytes())
     start = draw.randrange(len(data) + 1)
     block = draw.randbytes(draw.choice([1, 64, 4096]))
@@ -50,7 +50,7 @@ def garbage(draw: random.Random, path: Path) -> None:
 
 
 def replaced(draw: random.Random, path: Path) -> None:
-    """Another inode: a link and its checkpoint part."""
+    """Replaces a file by one with a new inode, so that hard links keep the old content."""
     data = draw.randbytes(draw.randrange(2000))
     path.unlink()
     path.write_bytes(data)
@@ -66,13 +66,13 @@ def swap(draw: random.Random, path: Path) -> None:
 
 
 def half_written(draw: random.Random, path: Path) -> None:
-    """A temporary file of that name, as a kill leaves it."""
+    """Leaves a truncated temporary file beside the file, as a kill does."""
     data = path.read_bytes()
     path.with_suffix(".tmp").write_bytes(data[: draw.randrange(len(data) + 1)])
 
 
 def wrong_json(draw: random.Random, path: Path) -> None:
-    """Valid JSON with something of another type, missing, or twice; garbage for a file that is none."""
+    """Replaces JSON by other valid JSON; applies `garbage` to other files."""
     try:
         content = json.loads(path.read_bytes())
     except ValueError:
@@ -83,7 +83,7 @@ def wrong_json(draw: random.Random, path: Path) -> None:
 
 
 def spoil_json(draw: random.Random, content: object) -> None:
-    """Changes one place, anywhere below."""
+    """Changes, deletes or repeats one value at any depth."""
     places: list[tuple[dict | list, str | int]] = []
 
     def collect(node: object) -> None:
@@ -110,7 +110,7 @@ IMPORTANT = ("checkpoint_", "manifest", "last", "best")
 
 
 def spoil(draw: random.Random, directory: Path) -> list[str]:
-    """Damages one file, or a dozen; returns what was done, for a message."""
+    """Damages files one to twelve times; returns a description of each damage."""
     done = []
     for _ in range(draw.choice([1, 2, 3, 5, 8, 12])):
         files = files_of(directory)

@@ -1,8 +1,7 @@
-"""What a run does to the files of its directory: recorded, stopped at any operation, and as a loss of power leaves it.
+"""Records the file operations of a run, kills the run at any of them, and simulates a power loss after any of them.
 
-Killing a process shows nothing of a missing fsync: what it wrote is with the operating system. So its operations are
-recorded with their contents, and played back up to any of them onto a model of a disk that keeps only what was
-flushed, and of the rest whatever it likes.
+Killing a process does not reveal a missing fsync, because the operating system keeps what the process wrote. A power
+loss is therefore simulated by a model of a disk, which keeps what was synced and an arbitrary part of the rest.
 """
 
 import io
@@ -26,9 +25,10 @@ LOGS = ("train.log", "val.log", "metrics.jsonl")
 
 
 class Operation(NamedTuple):
-    """kind: open, write, truncate, fsync, rename, link, unlink, sync directory, or saved: a checkpoint was promised.
+    """File operation, or the end of a save.
 
-    name: of the file. detail: the other name, the content written, the size, or the step that was saved.
+    kind: open, write, truncate, fsync, rename, link, unlink, sync directory, or saved. name: file name. detail: mode,
+    written content, size, new name, or saved optimizer step.
     """
 
     kind: str
@@ -37,9 +37,9 @@ class Operation(NamedTuple):
 
 
 class KillPoint(NamedTuple):
-    """Just before an operation, the `repeat`-th of its kind and name; half_way: when half of a write is done.
+    """Kill before an operation, which is the `repeat`-th (from 0) of its kind and name.
 
-    error: instead of being killed, the process is told by this error number that the operation has failed.
+    half_way: kill after half of a write. error: number of an OSError that the operation raises instead of the kill.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class KillPoint(NamedTuple):
 
 
 class DiskRecorder:
-    """Wraps the operating system's functions in this process, for the files of one folder."""
+    """Wraps functions of `os` and `io` in this process to record operations on the files of one folder."""
 
     def __init__(self, folder: Path, kill_at: KillPoint | None) -> None:
         self.operations: list[Operation] = []
@@ -153,7 +153,7 @@ class _RecordedFile(io.FileIO):
 
 
 def record_disk(folder: Path, trace: Path | None, kill_at: KillPoint | None = None) -> Callable[[], None]:
-    """A `Preparation` but for its arguments: records to a file what happens in a folder, or kills the process there."""
+    """Starts a `DiskRecorder`; returns a function that writes the recorded operations to `trace`."""
     recorder = DiskRecorder(folder, kill_at)
     return lambda: trace.write_bytes(pickle.dumps(recorder.operations)) and None if trace else None
 
@@ -163,7 +163,7 @@ def read_trace(trace: Path) -> list[Operation]:
 
 
 def kill_points(operations: Sequence[Operation]) -> list[KillPoint]:
-    """Before every operation but those on logs, and half-way through every write."""
+    """Returns a kill point before every operation and half-way through every write, except on logs."""
     counts: Counter[tuple[str, str]] = Counter()
     points = []
     for kind, name, _ in operations:
@@ -180,7 +180,7 @@ def kill_points(operations: Sequence[Operation]) -> list[KillPoint]:
 
 @dataclass
 class Content:
-    """A file without a name. durable: what is certain to be there; None if nothing was ever flushed."""
+    """Content of a file. data: what the process sees. durable: what was last synced, or None."""
 
     data: bytes = b""
     durable: bytes | None = None
@@ -188,7 +188,7 @@ class Content:
 
 @dataclass
 class Disk:
-    """names: as the process sees them. durable: as of the last flush of the folder. since: what changed them later."""
+    """Folder on a disk. names: what the process sees. durable: names at the last sync. since: later name changes."""
 
     names: dict[str, Content] = field(default_factory=dict)
     durable: dict[str, Content] = field(default_factory=dict)
@@ -217,7 +217,7 @@ class Disk:
         _change(self.names, kind, name, detail)
 
     def after_power_loss(self, draw: random.Random) -> dict[str, bytes]:
-        """One of the things that may be there afterwards: file name -> content."""
+        """Returns a random state that the power loss may leave: file name -> content."""
         names = dict(self.durable)
         survivors = draw.choice(["none", "the first", "any", "all"])
         count = draw.randrange(len(self.since) + 1)
@@ -248,7 +248,7 @@ def _what_is_left(content: Content, draw: random.Random) -> bytes:
     if content.data == content.durable:
         return content.data
     durable = content.durable or b""
-    # What was flushed is lost only where it was written over.
+    # Synced content is lost only if it was overwritten.
     certain = durable if content.data.startswith(durable) else b""
     rest = content.data[len(certain) :]
     half = rest[: draw.randrange(len(rest) + 1)]
@@ -256,7 +256,7 @@ def _what_is_left(content: Content, draw: random.Random) -> bytes:
 
 
 def disk_after(operations: Sequence[Operation], files: Mapping[str, bytes]) -> Disk:
-    """files: what was there, durably, before the operations."""
+    """Returns the disk after the operations. files: synced contents before the operations."""
     contents = {name: Content(data, data) for name, data in files.items()}
     disk = Disk(dict(contents), dict(contents))
     for operation in operations:

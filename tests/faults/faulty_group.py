@@ -1,4 +1,4 @@
-"""Real groups of processes on one of which something happens, how they end, and what is left of them."""
+"""Starts groups of processes with a fault on one rank, and checks how they end and what they leave behind."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from tests.conftest import ROOT
 from tests.helpers.processes import NO_GPU, left_of_session, session_members
 
 FAULTY = f"{ROOT / 'tests' / 'helpers' / 'faulty_task.py'}:Faulty"
-LIMIT_S = 10  # within which all processes have started
+LIMIT_S = 10  # long enough for all processes to start
 TINY = ["--task", FAULTY, "--epochs", 2, "--num-train", 48, "--batch-size", 4, "--num-threads", 1, "--device", "cpu",
         "--dist-timeout-s", LIMIT_S, "--save-every-steps", 2]  # fmt: skip
 FSDP = ["--multi-gpu", "fsdp"]
@@ -25,7 +25,7 @@ PROCESS = rf"process \d+ on {re.escape(os.uname().nodename)}"
 
 @dataclass(frozen=True)
 class Ended:
-    """A group that has ended. left: processes of it. leaked: names in /dev/shm. state: what state.json says."""
+    """Group that has ended. left: live processes. leaked: names in /dev/shm. state: content of state.json."""
 
     out: str
     status: int
@@ -39,7 +39,7 @@ class Ended:
 
 
 def start_faulty(fault, start, world_size, more, environment, folder):
-    """A command line that writes into `folder / "out"`; its run directory is `folder / "run"`. The fault comes once."""
+    """Starts a group in which the fault occurs once; `folder` gets its output `out` and its run directory `run`."""
     args = [*start(world_size), *TINY, "--save-dir", folder / "run", *more]
     variables = {"LOCKSTEP_FAULT": fault, "LOCKSTEP_FAULT_NOTE": str(folder / "note")}
     with (folder / "out").open("w") as file:
@@ -67,13 +67,13 @@ def watch_to_end(process, folder):
 
 
 def shared_memory_of(pids):
-    """What these processes have open in /dev/shm, and what torch may have called after them there."""
+    """Returns the files in /dev/shm that these processes have mapped, or that torch named after them."""
     found = set()
     for pid in pids:
         found |= {path.name for path in Path("/dev/shm").glob(f"torch_{pid}_*")}
         try:
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
         found |= {line.partition("/dev/shm/")[2] for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
     return found
@@ -89,7 +89,6 @@ def assert_one_message(run, pattern, tracebacks=0):
 
 
 def assert_started_again(run):
-    """By its launcher, and with success."""
     assert (run.status, run.state["state"]) == (0, "finished"), run.out
 
 

@@ -1,4 +1,4 @@
-"""Runs that tests kill: as real command lines, or as forks that start in a moment and are killed just as dead."""
+"""Jobs that tests start and kill, either in new interpreters or in forked processes, which start faster."""
 
 import os
 import random
@@ -18,7 +18,7 @@ GIVE_UP_S = 180
 
 
 class Job:
-    """One attempt at a run, whose processes append to one output file and record their forwards in a folder."""
+    """Attempt at a run, whose processes append to one output file and record their forward passes in a folder."""
 
     def __init__(self, folder: Path, world_size: int) -> None:
         folder.mkdir(parents=True)
@@ -32,12 +32,12 @@ class Job:
 
     @property
     def has_begun(self) -> bool:
-        """Whether every rank has written down a forward besides the first, which does not count."""
+        """Whether every rank has recorded a forward pass after the first, which is on a placeholder batch."""
         return sum(file.read_text().count("\n") > 1 for file in self.folder.glob("*.jsonl")) == self.world_size
 
     @property
     def evaluates(self) -> bool:
-        """Whether the last forward that was recorded was one of an evaluation."""
+        """Whether the last recorded forward pass was in an evaluation."""
         newest = max((p for p in self.folder.iterdir() if p.stem.isdigit()), key=lambda p: p.stat().st_mtime_ns)
         return newest.suffix == ".evaluated"
 
@@ -45,25 +45,24 @@ class Job:
         raise NotImplementedError
 
     def statuses(self) -> list[int]:
-        """The exit statuses, when all is over; negative for a signal. Raises AssertionError if that takes minutes."""
+        """Waits for all processes and returns their exit statuses, negative for a signal. Fails after GIVE_UP_S."""
         raise NotImplementedError
 
     def kill(self) -> None:
-        """SIGKILL to every process of the job."""
         raise NotImplementedError
 
     def give_up(self, reason: str) -> NoReturn:
-        """Ends a job that hangs. Raises AssertionError with its output, and where each rank was if it could say so."""
+        """Raises AssertionError with the output of a job that hangs."""
         raise AssertionError(f"{reason}:\n{self.output}")
 
     def kill_rank(self, draw: random.Random) -> None:
-        """SIGKILL to one rank, any; the others have to notice."""
+        """Sends SIGKILL to a random rank."""
         records = sorted(self.folder.glob("*.jsonl"))
         os.kill(int(draw.choice(records).stem), signal.SIGKILL)
 
 
 class CommandLine(Job):
-    """What a user types."""
+    """Job in new interpreters, with a launcher if it has several processes."""
 
     def __init__(self, argv: Sequence[object], world_size: int, folder: Path, environment: Mapping[str, str]) -> None:
         super().__init__(folder, world_size)
@@ -90,11 +89,11 @@ class CommandLine(Job):
 
     def kill_rank(self, draw: random.Random) -> None:
         super().kill_rank(draw)
-        self._process.terminate()  # the launcher, which would start all of them again
+        self._process.terminate()  # otherwise the launcher would restart all ranks
 
 
 class Forks(Job):
-    """The same command line in forked processes, one for each rank. prepare: for all ranks. form: of several."""
+    """Job with one forked process per rank. form: --multi-gpu of several processes."""
 
     def __init__(
         self,
@@ -128,7 +127,6 @@ class Forks(Job):
         return all(process.is_alive() for process in self._processes)
 
     def send(self, number: signal.Signals) -> None:
-        """A signal to every rank."""
         for process in self._processes:
             os.kill(process.pid, number)
 
@@ -140,7 +138,7 @@ class Forks(Job):
         return [process.exitcode for process in self._processes]
 
     def give_up(self, reason: str) -> NoReturn:
-        self.send(signal.SIGABRT)
+        self.send(signal.SIGABRT)  # makes faulthandler print each rank's stack
         time.sleep(1.0)
         self.kill()
         super().give_up(reason)
@@ -153,7 +151,7 @@ class Forks(Job):
 
 
 def wait_until(condition: Callable[[], bool], job: Job) -> bool:
-    """False if the job ended before."""
+    """Waits for a condition; returns False if the job ended first."""
     deadline = time.monotonic() + GIVE_UP_S
     while not condition():
         if not job.is_running():

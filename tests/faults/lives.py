@@ -1,4 +1,4 @@
-"""One run, killed again and again until it is through, and compared with one that nobody disturbed."""
+"""Runs that are killed repeatedly until they finish, and are compared with uninterrupted runs."""
 
 import os
 import random
@@ -16,12 +16,12 @@ from tests.faults.samples import GlobalBatch, Part, assert_same_samples, global_
 FIRST_SEED = int(os.environ.get("LOCKSTEP_SEED", "0"))
 
 StartJob = Callable[[Sequence[object], int, Path], Job]
-"""Command line without its program, world size, folder of the job -> the job."""
+"""Function that starts a job, given a command line without its program, a world size and a folder for the job."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A command line, and the numbers that the record of its samples is read with."""
+    """Command line, and the numbers with which `global_batches` reads the record of its samples."""
 
     argv: tuple[object, ...]
     global_batch_size: int
@@ -35,8 +35,8 @@ class Recipe:
 
 
 LENGTH = ("--epochs", 4, "--eval-every", 2)
-# Accumulation (2 samples a forward), a worker, augmentation (always on in this task), dropout, an average of the
-# weights, checkpoints in mid-epoch, epochs without validation.
+# The recipe has gradient accumulation (2 samples per forward pass), a worker, augmentation (always on in this task),
+# dropout, weight averaging, checkpoints within epochs, and epochs without validation.
 HARD = Recipe(
     argv=(
         "--task", WEIGHTED, "--batch-size", 2, "--global-batch-size", 12, "--num-workers", 1,
@@ -48,27 +48,27 @@ HARD = Recipe(
     num_samples=101,
     epochs=4,
 )  # fmt: skip
-# An end and evaluations within epochs, checkpoints by the clock too.
+# This run ends and evaluates within epochs, and also saves by the clock.
 IN_STEPS = replace(
     HARD,
     argv=(*HARD.argv[: -len(LENGTH)], "--max-steps", 32, "--eval-every-steps", 5, "--save-every-minutes", 0.001),
     max_steps=32,
 )
-# The same bits in every world.
+# This run gives the same bits with every world size.
 IN_PARTS = replace(HARD, argv=(*HARD.argv, "--batch-size", 3, "--parts", 4))
 DOUBLE = replace(HARD, argv=(*HARD.argv, "--dropout", 0, "--dtype", "float64"))
 
 
 @dataclass
 class Life:
-    """A run directory, what each attempt did, and what the kills hit."""
+    """Run directory, with what its attempts did and what the kills hit."""
 
     directory: Path
     recipe: Recipe
     parts: list[Part] = field(default_factory=list)
     kills: Counter[str] = field(default_factory=Counter)
     rescued: set[int] = field(default_factory=set)
-    """The steps after which one rank alone has saved the state, that is, without what another one had counted."""
+    """Optimizer steps whose state a failing job saved, possibly without the training metrics of lost ranks."""
     seconds: float = 0.0
 
     @property
@@ -76,7 +76,7 @@ class Life:
         return self.parts[0].batches
 
     def attempt(self, start: StartJob, world_size: int, disturb: Callable[[Job], None] = lambda job: None) -> Job:
-        """Starts the command line, disturbs it once it trains, and waits for its end."""
+        """Starts the command line, calls `disturb` once it trains, and waits for its end."""
         promised = promised_step(self.directory)
         folder = self.directory.parent / f"attempt{len(self.parts)}"
         job = start([*self.recipe.argv, "--save-dir", self.directory], world_size, folder)
@@ -108,9 +108,9 @@ def unbroken_life(base: Path, recipe: Recipe, start: StartJob, world_size: int) 
 def broken_life(
     base: Path, recipe: Recipe, start: StartJob, worlds: Sequence[int], draw: random.Random, seconds: float
 ) -> Life:
-    """Killed at random until it is through: the whole job, or one rank.
+    """Runs a recipe until it finishes, and kills the whole job or one rank of each attempt at a random moment.
 
-    worlds: of the attempts, over and over. seconds: how long an attempt has to live at most, from its first forward.
+    worlds: world sizes of the attempts, repeated cyclically. seconds: maximum time of an attempt before the kill.
     """
     life = Life(base / "run", recipe)
 
@@ -139,7 +139,7 @@ def broken_life(
 
 
 def assert_as_unbroken(life: Life, unbroken: Life, same_bits: bool) -> None:
-    """The same samples; the same weights and metrics, to the bit or, in float64, up to rounding."""
+    """Asserts the same samples, and either the same bits of weights and metrics or, in float64, close weights."""
     assert_same_samples(life.parts, unbroken.batches)
     assert not list(life.directory.glob("*.tmp"))
     final, expected = load(life.directory / "final.pth"), load(unbroken.directory / "final.pth")
@@ -159,11 +159,11 @@ def assert_as_unbroken(life: Life, unbroken: Life, same_bits: bool) -> None:
         records, others = (read_metrics(each.directory, event) for each in (life, unbroken))
         if life.rescued:
             records, others = without_training(records), without_training(others)
-        if event == "step":  # the main process may have been killed before it wrote that step's record
+        if event == "step":  # rank 0 may have been killed before it wrote that step's record
             others = [record for record in others if record in records or record["step"] not in life.rescued]
         assert records == others, f"other {event} records in metrics.jsonl"
 
 
 def without_training(records: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """Those without the metrics of training, which tell of fewer samples where processes were lost with theirs."""
+    """Removes the training metrics, which cover fewer samples if ranks were lost."""
     return [{name: value for name, value in record.items() if not name.startswith("train/")} for record in records]

@@ -1,4 +1,4 @@
-"""Variants of the program with one mistake each, which the tests of this folder have to find."""
+"""Functions that each add a mistake to the program, which the tests of this folder must detect."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ from trainer.parallel.strategy import Strategy
 
 
 def _after_restoring(change: Callable[[Progress], None]) -> None:
-    """Something is done to the progress that was restored."""
+    """Makes every restore apply a change to the restored progress."""
     real = trainer.commands.build.restore_progress
 
     def restore(*args: Any) -> Progress:
@@ -70,7 +70,7 @@ def checkpoint_not_flushed() -> None:
 
 
 def named_before_flushed() -> None:
-    """The checkpoint gets its name, and its content is flushed afterwards."""
+    """Syncs the content of a checkpoint only after the rename."""
     checkpoint_not_flushed()
     flush = trainer.checkpoint.directory.flush_path
 
@@ -83,7 +83,7 @@ def named_before_flushed() -> None:
 
 
 def listed_after_named() -> None:
-    """The checkpoint gets its name before the manifest knows it."""
+    """Writes the manifest only after the rename of the checkpoint."""
     write, flush = trainer.checkpoint.directory.write_manifest, trainer.checkpoint.directory.flush_path
     late: list[tuple[Any, ...]] = []
 
@@ -102,7 +102,7 @@ def folder_not_flushed() -> None:
 
 
 def evicted_first() -> None:
-    """Room is made before the new checkpoint is there."""
+    """Deletes old checkpoints before the new one is saved."""
     save = RunDirectory.save
 
     def evict_and_save(directory: RunDirectory, *args: Any) -> Path:

@@ -13,7 +13,7 @@ OTHERS = (None, True, False, [], {}, [1], {"a": 1}, (1, 2))
 
 
 def changed(draw: random.Random, content: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The content with one value changed, removed, or added; and what was done, for a message."""
+    """Returns the content with one value changed or removed, and a description of the change."""
     content = copy.deepcopy(content)
     places = _places(content, draw.choice(sorted(content)))
     node, key, path = draw.choice(places)
@@ -27,7 +27,7 @@ def changed(draw: random.Random, content: dict[str, Any]) -> tuple[dict[str, Any
 
 
 def _places(content: Any, top: str) -> list[tuple[Any, Any, str]]:
-    """Of one entry, so that none is hit more often for being large."""
+    """Returns (container, key, path) of each value in one entry, so that `changed` does not prefer large entries."""
     found = [(content, top, top)]
     pending = [(content[top], top)]
     while pending:

@@ -1,4 +1,4 @@
-"""What a forked process does before its command line: make a mistake part of the program, watch its disk."""
+"""Preparation of a forked process: adds a mistake to the program, and records or interrupts file operations."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from tests.faults.disk import KillPoint, record_disk
 
 @dataclass(frozen=True)
 class Prepared:
-    """A `tests.helpers.forks.Preparation`.
+    """Picklable `tests.helpers.forks.Preparation`.
 
-    mutant: a function of `tests.faults.mutants`, by name. watched: the run directory whose operations are recorded into
-    the file `trace`, or up to the one before which the process kills itself.
+    mutant: name of a function in `tests.faults.mutants`. watched: run directory whose file operations are recorded in
+    the file `trace`. kill_at: operation at which the process is killed or gets an error.
     """
 
     mutant: str | None = None

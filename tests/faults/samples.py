@@ -1,4 +1,4 @@
-"""Which samples a run consumed, from what the forwards of all its ranks received."""
+"""Reads which samples a run consumed from the records of the forward passes of all its ranks."""
 
 import json
 import re
@@ -7,41 +7,41 @@ from dataclasses import dataclass
 from pathlib import Path
 
 GlobalBatch = tuple[int, frozenset[int]]
-"""The epoch, and the sample ids."""
+"""Epoch and sample indices."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one attempt at a run did. first_step: the optimizer step of the checkpoint that it went on from, or 0."""
+    """Attempt at a run. first_step: optimizer step of the checkpoint from which it resumed, or 0."""
 
     first_step: int
     batches: list[GlobalBatch]
 
 
 def promised_step(directory: Path) -> int:
-    """The optimizer step of the newest checkpoint that has its name, 0 without one."""
+    """Returns the optimizer step of the newest checkpoint that is in the manifest and exists, or 0."""
     manifest = directory / "manifest.json"
     entries = json.loads(manifest.read_text())["checkpoints"] if manifest.exists() else []
     return max((entry["step"] for entry in entries if (directory / entry["file"]).exists()), default=0)
 
 
 def resumed_step(output: str) -> int:
-    """Where a run says that it goes on, 0 if it says nothing."""
+    """Returns the optimizer step after which a run says that it resumes, or 0."""
     mark = re.search(r"Resuming after optimizer step (\d+):", output)
     return int(mark[1]) if mark else 0
 
 
 def global_batches(folder: Path, world_size: int, global_batch_size: int, num_samples: int) -> list[GlobalBatch]:
-    """Each global batch that all ranks have worked on, in order.
+    """Returns the global batches that all ranks have processed, in order.
 
-    Line L of every rank belongs to the same micro-batch of the same step. A kill may leave ranks with unequally many
-    lines, the last one cut short; only complete steps count.
+    Line L of every rank belongs to the same micro-batch. A kill may leave different numbers of lines, and may truncate
+    the last line; only complete steps count.
     """
     files = sorted(folder.glob("*.jsonl"))
     if len(files) < world_size:
         return []  # killed before every rank had begun
     ranks = [
-        # A batch that does not count comes before the first step.
+        # The first forward pass is on a placeholder batch.
         list(map(json.loads, whole_lines(file)))[1:]
         for file in files
     ]
@@ -49,7 +49,7 @@ def global_batches(folder: Path, world_size: int, global_batch_size: int, num_sa
     current: list[int] = []
     for micro_batch in zip(*ranks, strict=False):
         current += [i for line in micro_batch for i in line["index"]]
-        # Forwards add up to an odd number of samples only at the end of an epoch.
+        # Micro-batches add up to the remainder only at the end of an epoch.
         if len(current) in (global_batch_size, num_samples % global_batch_size):
             batches.append((micro_batch[0]["epoch"], frozenset(current)))
             current = []
@@ -61,7 +61,7 @@ def whole_lines(file: Path) -> list[str]:
 
 
 def assert_same_samples(parts: Sequence[Part], expected: Sequence[GlobalBatch]) -> None:
-    """Every part consumed what the unbroken run did from its first step on, and together they left nothing out."""
+    """Asserts that each part consumed the expected batches from its first step, and that all batches are covered."""
     covered = 0
     for part in parts:
         assert part.first_step <= covered, f"the samples before optimizer step {part.first_step} were never consumed"

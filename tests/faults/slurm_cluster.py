@@ -1,9 +1,9 @@
-"""A SLURM cluster of one node in a temporary folder, for tests of examples/slurm.sh where SLURM is installed.
+"""SLURM cluster of one node in a temporary folder, for tests of examples/slurm.sh.
 
     python -m tests.faults.slurm_cluster FOLDER COMMAND...
 
-runs a command with it, for example `sinfo`. Debian: `apt-get install slurmctld slurmd slurm-client`; as root.
-Nobody has to prove who they are to it (no munge), so it is for a machine on which nobody else works.
+runs a command such as `sinfo` with the cluster, as root. On Debian, `apt-get install slurmctld slurmd slurm-client`
+installs SLURM. The cluster does not authenticate users (no munge), so use it only on a machine without other users.
 """
 
 import os
@@ -19,7 +19,7 @@ from tests.helpers.processes import free_port
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel")
 NUM_GPUS = 2
-"""That SLURM believes in; each becomes a process, and finds that there is none."""
+"""Number of GPUs in SLURM's configuration, which do not exist. The script starts one process per GPU."""
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -54,7 +54,7 @@ def can_run() -> bool:
 
 
 class OneNodeCluster:
-    """While it is open, SLURM's commands find it by `variables`, an environment."""
+    """Context manager of a cluster, which SLURM's commands find by the environment `variables`."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self._folder = folder
@@ -101,7 +101,7 @@ class OneNodeCluster:
             daemon.wait(30)
 
     def ask(self, *command: object) -> str:
-        """What a command of SLURM prints; empty where it fails."""
+        """Returns the standard output of a SLURM command."""
         return subprocess.run(
             list(map(str, command)), env=self.variables, capture_output=True, text=True, timeout=60
         ).stdout.strip()
@@ -114,7 +114,7 @@ class OneNodeCluster:
             time.sleep(0.5)
 
     def logs(self) -> str:
-        """What the daemons say, and the jobs, where they write into this folder."""
+        """Returns the logs of the daemons, and of jobs that write to this folder."""
         return "\n".join(path.read_text() for path in self._folder.glob("*.log"))
 
 

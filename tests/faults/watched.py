@@ -1,4 +1,4 @@
-"""A small run whose files are watched: killed at any operation, without power after any, in the order laid down."""
+"""Small run whose file operations are recorded and checked, and which is killed or loses power at any of them."""
 
 import re
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tests.faults.disk import KillPoint, Operation, disk_after, read_trace
 from tests.faults.lives import Life, Recipe
 from tests.faults.prepared import Prepared
 
-# Every step and every epoch is saved, best weights and eviction are in play.
+# The run saves after every step and epoch, keeps the best weights, and deletes old checkpoints.
 RECIPE = Recipe(
     argv=(
         "--task", WEIGHTED, "--num-train", 24, "--num-val", 4, "--width", 4, "--batch-size", 12, "--epochs", 3,
@@ -25,9 +25,9 @@ CHECKPOINT = re.compile(r"checkpoint_\w+")
 
 @dataclass(frozen=True)
 class Watched:
-    """What the last attempt of a life did to the files of its directory.
+    """File operations of the last attempt of a life.
 
-    before: they at its start. step: that of the checkpoint that it went on from.
+    before: contents of files before the attempt. step: optimizer step of the checkpoint from which it resumed, or 0.
     """
 
     life: Life
@@ -37,7 +37,7 @@ class Watched:
 
 
 def watch(life, forked, mutant=None):
-    """One more attempt in one process, undisturbed."""
+    """Records the file operations of one more attempt, which runs in one process and must finish."""
     life.directory.mkdir(parents=True, exist_ok=True)
     before = {path.name: path.read_bytes() for path in life.directory.iterdir() if path.is_file()}
     trace = life.directory.with_name("trace")
@@ -50,7 +50,7 @@ def watch(life, forked, mutant=None):
 
 
 def assert_durable_order(operations):
-    """As laid down: content, manifest, name, folder; each on the disk before the next; then old ones may go."""
+    """Asserts that a save syncs content, manifest and name in this order, and deletes old checkpoints afterwards."""
     for i, (kind, name, _) in enumerate(operations):
         if kind == "saved":
             assert_saved_durably(operations[: i + 1], temporary=name.replace(".pth", ".tmp"), name=name)
@@ -61,13 +61,13 @@ def assert_durable_order(operations):
 
 
 def assert_flushed(operations, name):
-    """Since the file was opened the last time, nothing was written to it that was not flushed."""
+    """Asserts that everything written to a file since it was last opened is synced."""
     own = [op.kind for op in operations if op.name == name and op.kind in ("open", "write", "truncate", "fsync")]
     assert own and own[-1] in ("fsync", "open"), f"{name} got its name before its content was on the disk"
 
 
 def assert_replaced(operations, name):
-    """The newest checkpoint is another one, and the folder was flushed since that has its name."""
+    """Asserts that another checkpoint is the newest, and that the folder was synced after its rename."""
     named = max(i for i, op in enumerate(operations) if op.kind == "rename" and CHECKPOINT.match(op.name))
     flushed = any(op.kind == "sync directory" for op in operations[named:])
     assert flushed and operations[named].detail != name, f"{name} was deleted before another took its place"
@@ -92,7 +92,7 @@ def last_index(items, item):
 
 
 def named_points(operations):
-    """The moments that everybody thinks of, at the checkpoint of optimizer step 4 in mid-epoch."""
+    """Returns the kill points of the main stages of a save, by name: the first save of optimizer step 4."""
     ends = [i for i, op in enumerate(operations) if op.kind == "saved"]
     number = next(n for n, i in enumerate(ends) if operations[i].detail == 4)
     before, own = operations[: ends[number - 1]], operations[ends[number - 1] : ends[number]]
@@ -109,14 +109,14 @@ def named_points(operations):
 
 
 def kill_in(life, point, forked, mutant=None):
-    """An attempt that ends just before an operation."""
+    """Runs an attempt that is killed at an operation."""
     life.directory.mkdir(parents=True, exist_ok=True)
     life.attempt(partial(forked, prepare=Prepared(mutant, life.directory, kill_at=point)), 1)
     assert life.statuses == [-9], point
 
 
 def killed_at(base, point, forked, mutant=None):
-    """A life that ends just before an operation, and is then lived to its end."""
+    """Returns a life that was killed at an operation and then resumed to its end."""
     life = Life(base / "run", RECIPE)
     kill_in(life, point, forked, mutant)
     job = life.attempt(partial(forked, prepare=Prepared(mutant)), 1)
@@ -128,7 +128,7 @@ def killed_at(base, point, forked, mutant=None):
 
 
 def restarted_without_power(base, watched, draw, unbroken, forked, mutant=None):
-    """Takes the power away after a random operation; the run that is started then has to end like the unbroken one."""
+    """Simulates a power loss after a random operation; the restarted run must end like an uninterrupted run."""
     moment = draw.randrange(len(watched.operations) + 1)
     past = watched.operations[:moment]
     files = disk_after(past, watched.before).after_power_loss(draw)
@@ -141,12 +141,12 @@ def restarted_without_power(base, watched, draw, unbroken, forked, mutant=None):
     assert life.statuses == [0], context
     promised = max((op.detail for op in past if op.kind == "saved"), default=watched.step)
     first = RECIPE.num_steps - len(life.batches)
-    assert first >= promised, f"went on from step {first} and not {promised} {context}"
+    assert first >= promised, f"resumed after step {first} instead of {promised} {context}"
     assert life.batches == unbroken.batches[first:], context
     for name in ("final.pth", "best.pth"):
         assert_same_bits(load(unbroken.directory / name), load(life.directory / name))
     kept = [{path.name for path in one.directory.glob("checkpoint_*")} for one in (unbroken, life)]
-    # What the last save was about to delete stays when there is no save any more.
+    # Without another save, checkpoints remain that the last save was about to delete.
     assert kept[0] == kept[1] if first < RECIPE.num_steps else kept[0] <= kept[1], context
     for event in ("step", "epoch", "result"):
         records = read_metrics(life.directory, event)
