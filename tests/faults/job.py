@@ -45,7 +45,7 @@ class Job:
         raise NotImplementedError
 
     def statuses(self) -> list[int]:
-        """Waits for all processes and returns their exit statuses, negative for a signal. Fails after GIVE_UP_S."""
+        """Waits up to GIVE_UP_S seconds, and returns the exit statuses of all processes, negative for a signal."""
         raise NotImplementedError
 
     def kill(self) -> None:

@@ -139,7 +139,7 @@ def broken_life(
 
 
 def assert_as_unbroken(life: Life, unbroken: Life, same_bits: bool) -> None:
-    """Asserts the same samples, and either the same bits of weights and metrics or, in float64, close weights."""
+    """Asserts that two runs consumed the same samples and ended with the same bits or, in float64, close weights."""
     assert_same_samples(life.parts, unbroken.batches)
     assert not list(life.directory.glob("*.tmp"))
     final, expected = load(life.directory / "final.pth"), load(unbroken.directory / "final.pth")

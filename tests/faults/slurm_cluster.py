@@ -19,7 +19,7 @@ from tests.helpers.processes import free_port
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel")
 NUM_GPUS = 2
-"""Number of GPUs in SLURM's configuration, which do not exist. The script starts one process per GPU."""
+"""Number of GPUs in SLURM's configuration. They do not exist, but the script starts one process per GPU."""
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)

@@ -1,7 +1,7 @@
-"""Thousands of run directories in which one value is another one, in files that fit to what the manifest says of them.
+"""Run directories in which one value was changed, often with a matching sha256, resume or are refused.
 
-A value of a wrong kind or out of its range is told, and not learnt from. One that is right by its kind cannot be found,
-since whoever changed it changed its sha256 in the manifest too; it leads to no traceback.
+A value of a wrong type or outside its range is reported and not used. Another change cannot be detected if the sha256
+matches, but must not cause a traceback.
 """
 
 import copy
@@ -29,14 +29,14 @@ ARGV = [
     "--ema-decay", "0.9", "--dtype", "float64",
 ]  # fmt: skip
 NEWEST = 2
-"""Epochs of the newest checkpoint."""
+"""Epoch of the newest checkpoint."""
 
 
 @pytest.fixture
 def run_in(capsys, monkeypatch, tmp_path, signals_restored, no_rank_variables):
-    """Runs the command line in a directory: (status, what it printed, lines of standard error)."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # so that config.json of an attempt without checkpoints counts
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # no power is lost here, and the disk is slow
+    """Returns a function that runs the command in a directory: (status, standard output, lines of standard error)."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # makes the program use config.json without checkpoints
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # saves time; no test here loses power
 
     def run(directory, *more):
         capsys.readouterr()
@@ -49,7 +49,7 @@ def run_in(capsys, monkeypatch, tmp_path, signals_restored, no_rank_variables):
 
 @pytest.fixture
 def originals(run_in, tmp_path):
-    """What a run had left behind if killed after two epochs or before its first checkpoint, and its last weights."""
+    """Returns run directories as if killed after two epochs or before the first checkpoint, and the final weights."""
     whole, killed, begun = tmp_path / "whole", tmp_path / "killed", tmp_path / "begun"
     assert run_in(whole)[0] == 0
     entries = json.loads((whole / "manifest.json").read_text())["checkpoints"]
@@ -60,7 +60,7 @@ def originals(run_in, tmp_path):
             shutil.copy(whole / name, directory)
         limit = {"device": "cpu", "asked_batch_size": 12, "asked_eval_batch_size": None, "batch_size": 6}
         (directory / "memory.json").write_text(json.dumps(limit | {"eval_batch_size": None}))
-    # Without the last two entries, as it was then.
+    # The manifest of the killed run must not list later checkpoints.
     rewrite_manifest(killed, lambda kept: kept[:NEWEST])
     assert json.loads((begun / "config.json").read_text())["torchrun_agents"] == [torchrun_agent()]
     return {"killed": killed, "begun": begun}, load(whole / "final.pth")["model"]
@@ -72,7 +72,7 @@ def rewrite_manifest(directory, change):
 
 
 def mutate(draw, directory, what):
-    """Changes a value; returns what was done."""
+    """Changes one value of a run directory; returns a description of the change."""
     if what.endswith(".json"):
         file = directory / what
         content, done = changed(draw, json.loads(file.read_text()))
@@ -97,7 +97,7 @@ TARGETS = ("in manifest", "without manifest", "named", "manifest.json", "config.
 
 
 def outcome_of(seed, originals, run_in, folder):
-    """What became of a run of which one value was changed: "refused", "told", "unsaid"."""
+    """Resumes a run with one changed value; returns "refused", "told" if the run reports the change, or "unsaid"."""
     draw = random.Random(seed)
     directories, expected = originals
     what = TARGETS[seed % len(TARGETS)]
@@ -127,7 +127,6 @@ def outcome_of(seed, originals, run_in, folder):
 
 
 def test_unchanged_runs_resume(originals, run_in, tmp_path):
-    """What the others rely on: nothing is said of files that nobody changed."""
     for name, directory in originals[0].items():
         copy_run(directory, tmp_path / name / "copy")
         status, out, err = run_in(tmp_path / name / "copy")
@@ -193,7 +192,7 @@ def test_each_changed_entry_is_named(state):
 
 def test_an_optimizer_must_number_its_parameters_and_states_alike(state):
     (own,) = state["optimizers"]["train"]
-    own["state"][0] |= {"step": -1, "last": float("nan"), "best": torch.tensor(float("nan"))}  # as "not yet"
+    own["state"][0] |= {"step": -1, "last": float("nan"), "best": torch.tensor(float("nan"))}  # these mean "not yet"
     assert schema_error_of_checkpoint(state, resumable=True) is None
     own["state"][2] = {}
     own["state"][40] = {}
@@ -226,7 +225,6 @@ def test_optimizer_states_that_would_fail_in_the_first_step_are_refused(change, 
 
 @pytest.mark.parametrize("num", [100, pytest.param(4000, marks=pytest.mark.slow)])
 def test_checks_of_changed_values_raise_nothing(num, state):
-    """What a check cannot know to be wrong is accepted; nothing else than the message is raised."""
     found = 0
     for seed in range(FIRST_SEED, FIRST_SEED + num):
         other, done = changed(random.Random(seed), state)

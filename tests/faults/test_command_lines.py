@@ -1,4 +1,4 @@
-"""Command lines, environments and files that make no sense: each is refused by a message, and never by a traceback."""
+"""Invalid command lines, environment variables and files are refused with a message, never with a traceback."""
 
 import gzip
 import io
@@ -40,14 +40,14 @@ BAD_VALUES = {
     str: ("\udc80", ""),
 }
 MEMORY = 4 << 30
-"""More than all that is there before may not be taken, so that what asks for too much is refused, and harms nobody."""
+"""Bytes of address space that a test may add, so that excessive requests fail without harm."""
 CHANCE = 40
-"""The default suite takes one case of so many, at random but the same each time, beside those of `PLAIN`."""
+"""Number of random cases in each test of the default suite; the slow tests run all cases."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """program: main, main_multi_gpu or a command of the profiler. named: what the message has to name."""
+    """Invalid command. program: main, main_multi_gpu or a profiler command. named: text that the message contains."""
 
     program: str
     argv: tuple[str, ...]
@@ -67,7 +67,7 @@ def run(case: Case) -> int:
 
 @pytest.fixture
 def refuses(capsys, monkeypatch, signals_restored, tmp_path):
-    """Runs a case in this process: it must be refused by messages that a terminal can show, and change nothing."""
+    """Returns a function that runs a case in this process, which must be refused with printable messages."""
     for name in RANK_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -103,7 +103,7 @@ def refuses(capsys, monkeypatch, signals_restored, tmp_path):
 
 
 def flag_cases() -> Iterator[Case]:
-    """Of every flag of every program and task, values of no use."""
+    """Yields invalid values of every flag of every program and task."""
     several = ("--multi-gpu", "ddp")
     for option in options(*TRAINER_GROUPS).values():
         is_multi = option.name in {other.name for other in options(MultiDeviceFlags).values()}
@@ -158,7 +158,7 @@ def environment_cases() -> Iterator[Case]:
 
 
 def settings_cases() -> Iterator[Case]:
-    """Files of settings that are none."""
+    """Yields invalid settings files."""
     texts = {
         "hex.toml": "batch-size = 0x" + "f" * 5000, "nul.toml": 'save-dir = "a\\u0000b"',
         "digits.toml": "seed = " + DIGITS,
@@ -177,7 +177,7 @@ def settings_cases() -> Iterator[Case]:
 
 
 def path_cases() -> Iterator[Case]:
-    """Places where no file is that can be used."""
+    """Yields paths without a usable file."""
     for name in ("--resume-from", "--init-from", "--init-from-partial", "--config"):
         for place in ("nowhere", "file/below", "folder", "loop", "dangling"):
             yield Case("main", (name, place, "--save-dir", "new"), name)
@@ -194,7 +194,7 @@ def path_cases() -> Iterator[Case]:
 
 
 def archive(kind: str, members: dict[str, bytes], link: str = "") -> bytes:
-    """link: the name of a member that points to one."""
+    """Returns a zip or tar.gz archive. link: member of a tar.gz that is a symbolic link to its content."""
     file = io.BytesIO()
     if kind == "zip":
         with zipfile.ZipFile(file, "w") as packed:
@@ -262,7 +262,7 @@ NAMES_IN_FOLDER = {
 
 
 def data_cases() -> Iterator[tuple[str, str, str, bytes]]:
-    """(task, flag, name of the file, its content)."""
+    """Yields (task, flag, file name, content) of invalid files."""
     for task, suffixes in SUFFIXES.items():
         for what, content in {**TEXTS, **BYTES}.items():
             for suffix in suffixes:
@@ -273,7 +273,7 @@ def data_cases() -> Iterator[tuple[str, str, str, bytes]]:
 
 
 def case_of_file(task: str, flag: str, name: str, content: bytes) -> Case:
-    """Writes the file, or a folder of such for a task that reads folders."""
+    """Writes the file or, if the name of data has no suffix, a folder of such files; returns the case."""
     path = Path(task, flag, name)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix or flag != "--data-dir":
@@ -298,13 +298,13 @@ READERS = {
     ".wav": lambda path: read_recordings(path, 8000), ".flac": lambda path: read_recordings(path, 8000),
     ".csv.gz": lambda path: read_table(path, "--predict"), ".npz": lambda path: read_table(path, "--predict"),
 }  # fmt: skip
-"""Of `--predict`, by the name of what they are given."""
+"""Readers of `--predict`, by file suffix."""
 READABLE = {("blank", ""), ("blank", ".txt"), ("empty", ""), ("empty", ".txt"), ("one", ""), ("one", ".txt"),
             ("words", ".csv.gz"), ("one class", ".npz"), ("all nan", ".npz"), ("no rows", ".npz")}  # fmt: skip
 
 
 ACCEPTED = {
-    # A word list, or an alphabet, may be any text.
+    # An alphabet may be any text.
     ("speech", "--alphabet", "words"), ("speech", "--alphabet", "one"), ("speech", "--alphabet", "nan"),
 }  # fmt: skip
 
@@ -328,7 +328,7 @@ def places(refuses, tmp_path):
 
 
 def check_all(cases, refuses):
-    """Says of all that are not refused as they should be, and not of the first alone."""
+    """Runs all cases, and then fails with a list of those that were not refused."""
     wrong = []
     for case in cases:
         try:
@@ -355,7 +355,6 @@ def test_all_wrong_command_lines_are_refused(table, refuses, places, capsys):
 
 
 def test_damaged_files_to_predict_are_named(tmp_path):
-    """Each reader of --predict with each content, beside places where nothing can be read."""
     (tmp_path / "folder").mkdir()
     wrong = []
     for what, content in {**TEXTS, **BYTES}.items():
@@ -376,7 +375,7 @@ def test_damaged_files_to_predict_are_named(tmp_path):
 
 @pytest.fixture
 def locked(refuses):
-    """A folder that may not be looked into, and a file that may not be read; and what makes it so for root too."""
+    """Creates a folder and a file without permissions; returns a context manager that drops root's privileges."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         folder.chmod(0o777)

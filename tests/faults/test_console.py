@@ -1,4 +1,4 @@
-"""A run outlives its console: a terminal that is closed, and streams that it was never given."""
+"""Tests of output: closed terminals, missing streams, encodings, terminal escapes and full disks."""
 
 import fcntl
 import io
@@ -32,7 +32,7 @@ RUN = [sys.executable, "main.py", *map(str, TINY), "--epochs", "40", "--log-inte
 
 
 def status_without_its_terminal(directory, environment, ignored) -> int:
-    """That of a run whose terminal is closed while it trains. ignored: SIGHUP, as by `disown -h`."""
+    """Returns the exit status of a run whose terminal closes in training. ignored: the run ignores SIGHUP."""
 
     def start():
         if ignored:
@@ -67,7 +67,7 @@ def test_a_run_without_streams_or_with_ascii_streams_finishes(streams, environme
 
 
 def test_output_is_printed_in_any_encoding(monkeypatch):
-    """Lines escape what the encoding lacks; tables and settings, which are files, are UTF-8."""
+    """Lines escape what the encoding lacks; `print_output`, whose output users redirect to files, writes UTF-8."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
     monkeypatch.setattr(sys, "stdout", stream)
     assert profile(["--help"]) == 0
@@ -78,7 +78,7 @@ def test_output_is_printed_in_any_encoding(monkeypatch):
 
 
 def test_a_stuck_process_ends_without_a_console():
-    """Where what is left to write can be written no more."""
+    """Buffered output that cannot be written must not change the exit status."""
     code = (
         "import os, sys; from trainer.failure.errors import exit_at_once\n"
         "sys.stdout.write('unwritten'); os.close(1); os.close(2)\n"
@@ -131,7 +131,6 @@ def test_labels_are_written_exactly_to_files_and_escaped_to_terminals(is_termina
 
 
 def test_output_lost_by_standard_output_is_an_error(monkeypatch, cli, tmp_path):
-    """Also if the disk takes a part of it."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with open("/dev/full", "wb", buffering=0) as full, open(tmp_path / "part", "wb", buffering=0) as part:
         for file, told in ((full, "No space left on device"), (part, "File too large")):

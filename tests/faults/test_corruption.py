@@ -1,6 +1,6 @@
-"""Hundreds of damaged run directories: each goes on from a good checkpoint, or stops with one message.
+"""Damaged run directories resume from an intact checkpoint, or are refused with one message.
 
-Never a traceback, never weights other than those saved for that position, never fresh ones without a word.
+They never cause a traceback, resume with wrong weights, or start over without a message.
 """
 
 import errno
@@ -31,7 +31,7 @@ ARGV = [
 
 @pytest.fixture
 def run_in(capsys, monkeypatch, tmp_path, signals_restored):
-    """Runs the command line in a directory: (status, output, forwards of training)."""
+    """Returns a function that runs the command in a directory: (status, output, number of training forward passes)."""
     monkeypatch.setenv("LOCKSTEP_RECORD", str(tmp_path))
     record = tmp_path / f"{os.getpid()}.jsonl"
 
@@ -39,7 +39,7 @@ def run_in(capsys, monkeypatch, tmp_path, signals_restored):
         record.unlink(missing_ok=True)
         capsys.readouterr()
         status = main([*ARGV, "--save-dir", str(directory)], several_devices=False)
-        # The first one does not count.
+        # The first forward pass is on a placeholder batch.
         forwards = len(record.read_text().splitlines()[1:]) if record.exists() else 0
         return status, capsys.readouterr(), forwards
 
@@ -48,11 +48,11 @@ def run_in(capsys, monkeypatch, tmp_path, signals_restored):
 
 @pytest.fixture
 def originals(run_in, tmp_path):
-    """A finished run, and what it had left behind if killed before its last step."""
+    """Returns the directory of a finished run, and a copy as if it was killed before its last step."""
     finished, killed = tmp_path / "finished", tmp_path / "killed"
     status, _, forwards = run_in(finished)
     assert (status, forwards) == (0, NUM_STEPS)
-    entries = json.loads((finished / "manifest.json").read_text())["checkpoints"][:-2]  # both of the last step
+    entries = json.loads((finished / "manifest.json").read_text())["checkpoints"][:-2]  # the last step has two
     cut_back(finished, entries, killed)
     for name in ("config.json", "train.log", "val.log"):
         shutil.copy(finished / name, killed)
@@ -63,7 +63,7 @@ def originals(run_in, tmp_path):
 
 
 def copy_run(directory, copy):
-    """With its hard links, which shutil.copytree would make into files of their own."""
+    """Copies a run with its hard links, which shutil.copytree would turn into separate files."""
     copy.mkdir()
     names = {}
     for path in sorted(directory.iterdir()):
@@ -78,7 +78,7 @@ def copy_run(directory, copy):
 
 
 def outcome_of(seed, originals, run_in, folder):
-    """Damages a copy and starts it: the number of steps that were trained again, or None if it was refused."""
+    """Damages a copy and starts it; returns the number of trained steps, or None if the run was refused."""
     draw = random.Random(seed)
     broken = folder / f"seed{seed}"
     copy_run(draw.choice(originals), broken)
@@ -94,15 +94,14 @@ def outcome_of(seed, originals, run_in, folder):
         assert forwards == 0, what
     else:
         assert (status, errors) == (0, []), what
-        assert forwards < NUM_STEPS, f"{what}: began anew in silence"
-        # Wrong weights, moments or averages at the start would be seen at the end.
+        assert forwards < NUM_STEPS, f"{what}: started over without a message"
+        # Wrong weights, moments or averages at the start would change the final state.
         assert_same_bits(load(originals[0] / "final.pth"), load(broken / "final.pth"))
     shutil.rmtree(broken)
     return forwards if status == 0 else None
 
 
 def test_undamaged_directories_resume_from_the_newest_checkpoint(originals, run_in):
-    """What the others rely on."""
     finished, killed = originals
     assert run_in(finished)[::2] == (0, 0)
     status, output, forwards = run_in(killed)
@@ -132,7 +131,7 @@ def test_500_damaged_directories_resume_or_are_refused(originals, run_in, tmp_pa
 
 @pytest.mark.parametrize("name", ["the newest checkpoint", "manifest.json", "state.json", "config.json", "memory.json"])
 def test_a_file_that_cannot_be_read_is_not_taken_for_damaged(name, originals, run_in, monkeypatch, tmp_path):
-    """EIO, for which the memory of this process stands, whose first page nobody may read: nothing is decided by it."""
+    """A link to /proc/self/mem stands for the file, because reading its first page fails with EIO."""
     monkeypatch.setattr("trainer.common.files.READ_AGAIN_AFTER_S", (0, 0))
     finished, killed = originals
     newest = next(path for path in killed.glob("checkpoint_*") if path.samefile(killed / "last.pth"))
@@ -159,7 +158,7 @@ def test_a_file_that_cannot_be_read_is_not_taken_for_damaged(name, originals, ru
 
 @pytest.fixture
 def failing_reads(monkeypatch):
-    """Makes so many reads of a file fail by EIO; `failing_reads.left` is how many are still to come."""
+    """Returns an object whose attributes make the next `left` reads of the file `path` fail with EIO."""
     control = SimpleNamespace(left=0, path=None)
     really = files._NotedFile._noting
 
@@ -178,9 +177,9 @@ def failing_reads(monkeypatch):
 
 @pytest.mark.parametrize(("num_failures", "status"), [(1, 0), (1000, 2)])
 def test_no_other_weights_are_scored_if_the_best_are_unreadable(num_failures, status, originals, run_in, failing_reads):
-    """After the last epoch: one is tried again, and where that does not help, the same command scores them later."""
+    """A failed read is repeated. If all reads fail, the run is refused; a later start scores the best weights."""
     finished, killed = originals
-    (killed / "last.pth").unlink()  # of which the best one is a link at that moment, or not
+    (killed / "last.pth").unlink()  # may be a hard link to the best checkpoint
     failing_reads.path, failing_reads.left = killed / "best.pth", num_failures
     found, output, _ = run_in(killed)
     assert found == status and failing_reads.left in (0, *range(900, 1000))
@@ -194,7 +193,7 @@ def test_no_other_weights_are_scored_if_the_best_are_unreadable(num_failures, st
 
 
 def test_results_say_if_other_weights_than_the_best_were_scored(originals, run_in, monkeypatch):
-    """Until the file of the best ones is whole again: the same command then scores them."""
+    """The same command scores the best weights once their file is intact again."""
     finished, _ = originals
     before = results_of(finished)
     entries = json.loads((finished / "manifest.json").read_text())["checkpoints"]

@@ -1,4 +1,4 @@
-"""Killed before any operation on a file of the run directory, or without power after any, nothing promised is lost."""
+"""A kill before any file operation, or a power loss after any, loses no saved step."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""A file system that has no room for a checkpoint: training goes on, nothing is lost, and the end is told."""
+"""Training continues while the disk is full; the run fails only if it cannot save its last checkpoint."""
 
 import json
 import resource
@@ -15,7 +15,7 @@ ARGV = [
     "--num-threads", "1", "--device", "cpu", "--save-every-steps", "1", "--epochs", "3", "--dropout", "0.1",
 ]  # fmt: skip
 LIMIT_BYTES = 200_000
-# Lifts its own limit on the size of files when the epoch begins: somebody has freed some space.
+# The task lifts its limit on file sizes when an epoch begins, as if somebody freed disk space.
 FREED_AFTER = """
 import resource, sys
 from tests.helpers.weighted_task import *
@@ -29,7 +29,7 @@ class Freed(Weighted):
 
 @pytest.fixture
 def limited(environment):
-    """A command line none of whose files may grow beyond the limit; the logs do not, a checkpoint does."""
+    """Returns a function that runs a command with a limit on file sizes, above the logs and below a checkpoint."""
 
     def run(*args, world_size=1):
         return subprocess.run(
@@ -51,7 +51,6 @@ WIDE = ["--width", 4000]
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_last_save_must_succeed_and_the_others_need_not(world_size, limited, tmp_path):
-    """No checkpoint ever fits: all epochs are trained, then one message and status 2."""
     done = limited(*WIDE, "--save-dir", tmp_path, world_size=world_size)
     assert done.returncode == 2, done.stdout + done.stderr
     (message,) = done.stderr.splitlines()
@@ -67,7 +66,7 @@ def test_the_last_save_must_succeed_and_the_others_need_not(world_size, limited,
 
 
 def test_freeing_disk_space_in_time_loses_nothing(limited, tmp_path, signals_restored):
-    """Even the best weights, which came while there was no room, are there at the end."""
+    """The run also saves the best weights, which it found while the disk was full."""
     (tmp_path / "freed.py").write_text(FREED_AFTER.format(epoch=2))
     done = limited("--task", f"{tmp_path}/freed.py:Freed", *WIDE, "--save-dir", tmp_path / "full")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""torchrun brings a run back by itself: after a killed rank, with a node less, and with a node more.
+"""torchrun restarts a run after a rank is killed, and when the number of nodes changes.
 
 The nodes are torchrun agents on the loopback interface, with one worker each.
 """
@@ -22,7 +22,7 @@ from tests.faults.samples import Part, global_batches, promised_step, whole_line
 from tests.helpers.processes import free_port
 from trainer.checkpoint.manifest import STATE
 
-# What an agent waits for: more nodes once there are enough, and a sign of life of the others.
+# Limits how long an agent waits for more nodes, and for the heartbeats of the others.
 IMPATIENT = "--rdzv_conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
 REFUSES = """
 from trainer.common.errors import UserError
@@ -34,7 +34,7 @@ class Refuses(Weighted):
             raise UserError("the data ran away")
 """
 
-# Linux lets a user give a process, and all that it starts, a host name of its own.
+# On Linux, a user can give a process and its children another host name.
 ON_ANOTHER_HOST = ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"']
 
 
@@ -43,7 +43,7 @@ def can_rename_hosts() -> bool:
 
 
 class Job:
-    """One command line under torchrun, on one or several nodes of this machine."""
+    """Command line under torchrun on one or several nodes, which are all on this machine."""
 
     def __init__(self, folder: Path, environment: dict[str, str], recipe: Recipe, *arguments) -> None:
         self.recipe = recipe
@@ -52,7 +52,7 @@ class Job:
         self.records.mkdir()
         self._mark = f"LOCKSTEP_RECORD={self.records}"
         self._variables = environment | {"LOCKSTEP_RECORD": str(self.records), "CUDA_VISIBLE_DEVICES": ""}
-        # On the agents, so that they can meet again after a change of the world.
+        # Otherwise torch 2.13 cannot change the number of nodes.
         self._variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         self._variables["GLOO_SOCKET_IFNAME"] = "lo"
         arguments = (*recipe.argv, "--save-dir", self.directory, *arguments)
@@ -61,7 +61,7 @@ class Job:
         self.nodes: list[subprocess.Popen] = []
 
     def start_node(self, *options, host_name: str | None = None) -> subprocess.Popen:
-        """One agent; returns at once. host_name: what it and its workers take for the name of their machine."""
+        """Starts an agent in the background. host_name: host name that the agent and its workers see."""
         self._outputs.append(self.records.parent / f"node{len(self.nodes)}.txt")
         command = [sys.executable, "-m", "torch.distributed.run", *options, *self._arguments]
         if host_name is not None:
@@ -79,19 +79,19 @@ class Job:
         return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in self._outputs)
 
     def processes(self) -> dict[int, dict[str, str]]:
-        """The environment of every process of this job that lives."""
+        """Returns the environment of every live process of this job, by process id."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 variables = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-            except OSError:  # it has just ended, or is another user's
+            except OSError:  # the process has just ended, or belongs to another user
                 continue
             if self._mark in variables:
                 found[int(folder.name)] = dict(variable.partition("=")[::2] for variable in variables)
         return found
 
     def workers(self) -> dict[int, tuple[int, int]]:
-        """Rank -> (process, parent) of each training process."""
+        """Returns (process id, parent's process id) of each training process, by rank."""
         found = {}
         for pid, variables in self.processes().items():
             try:
@@ -110,7 +110,7 @@ class Job:
             time.sleep(0.02)
 
     def has_trained(self, world_size: int, num_forwards: int):
-        """Whether the latest attempt is one of so many ranks, each of which has run so many forwards."""
+        """Returns a condition: in the latest attempt, all ranks have run more than `num_forwards` forward passes."""
 
         def condition() -> bool:
             attempts = self.attempts()
@@ -120,7 +120,7 @@ class Job:
         return condition
 
     def kill_node(self, node: subprocess.Popen) -> None:
-        """As a loss of power: the agent and its workers at once."""
+        """Kills an agent and its workers at once, as a power loss would."""
         pids = [node.pid, *(pid for pid, parent in self.workers().values() if parent == node.pid)]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -137,7 +137,7 @@ class Job:
                 assert node.returncode == 0, self.output
 
     def attempts(self) -> list[list[Path]]:
-        """The files of each attempt: those of its ranks, which ran at the same time."""
+        """Returns the files of each attempt's ranks, which ran at the same time."""
         lived = []
         for file in self.records.glob("*.jsonl"):
             lines = whole_lines(file)
@@ -156,7 +156,7 @@ class Job:
         assert_as_unbroken(Life(self.directory, self.recipe, self._parts(unbroken)), unbroken, same_bits)
 
     def _parts(self, unbroken: Life) -> list[Part]:
-        """What each attempt did that took a step."""
+        """Returns a part for each attempt that completed a step."""
         found = []
         for number, files in enumerate(self.attempts()):
             folder = self.records / f"attempt{number}"
@@ -180,7 +180,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path, environment):
-    """Makes one job; whatever of it is left when the test ends is killed."""
+    """Returns a function that creates a job; kills its processes after the test."""
     made: list[Job] = []
 
     def make(recipe, *arguments) -> Job:
@@ -200,7 +200,7 @@ def state_of(directory: Path) -> str:
 
 
 def assert_killed_and_back(run: Job, killed: int, unbroken: Life, world_size: int) -> None:
-    """After SIGKILL to one rank the job ends like the unbroken one, to the bit."""
+    """Asserts that a job with a killed rank ends with the same bits as an uninterrupted run."""
     run.start_node("--standalone", f"--nproc_per_node={world_size}", "--max-restarts=3")
     run.wait_for(run.has_trained(world_size, 20), "progress")
     os.kill(run.workers()[killed][0], signal.SIGKILL)
@@ -213,7 +213,7 @@ def assert_killed_and_back(run: Job, killed: int, unbroken: Life, world_size: in
 
 @pytest.mark.slow
 def test_a_killed_process_is_restarted(job, unbroken):
-    """It goes on where it was, although there is `--fresh` in its command line."""
+    """The run resumes although its command line contains `--fresh`."""
     assert_killed_and_back(job(HARD, "--delay-s", 0.005, "--fresh"), 0, unbroken(HARD, 1), 1)
 
 
@@ -225,14 +225,14 @@ def test_a_killed_rank_restarts_the_run(killed, job, unbroken):
 
 @pytest.mark.slow
 def test_repeating_a_refused_command_changes_nothing(job, tmp_path):
-    """torchrun cannot tell it from a crash."""
+    """torchrun repeats the command, because it cannot tell a refusal from a crash."""
     task = tmp_path / "refuses.py"
     task.write_text(REFUSES)
     run = job(HARD, "--task", f"{task}:Refuses")
     node = run.start_node("--standalone", "--nproc_per_node=2", "--max-restarts=2")
     assert node.wait(120) == 1
     assert run.output.count("error: the data ran away") == 3
-    # As torch begins the lines of a rank's traceback, but not a warning that the others' store is gone: "[rank1]:[W".
+    # torch prefixes a rank's traceback with "[rank1]: ", and its warnings of a lost store with "[rank1]:[W".
     assert "[rank0]: " not in run.output and "[rank1]: " not in run.output
     state = json.loads((run.directory / STATE).read_text())
     assert (state["state"], state["message"]) == ("refused", "the data ran away")
@@ -262,7 +262,6 @@ def test_a_signal_to_torchrun_saves(number, options, job, unbroken):
 
 @pytest.mark.slow
 def test_ranks_finish_after_an_unhandled_signal_ends_torchrun(job, unbroken):
-    """Its processes do not notice, and train to the end."""
     run = job(HARD, "--delay-s", 0.02)
     node = run.start_node("--standalone", "--nproc_per_node=2")
     run.wait_for(run.has_trained(2, 20), "progress", timeout_s=180)
@@ -286,7 +285,7 @@ def is_listening(port: int) -> bool:
 
 
 def start_nodes(run: Job, addresses, *options, minimum=1, maximum=2, port=None, host_names=(None, None)) -> None:
-    """The first node hosts the rendezvous. The lowest address becomes rank 0."""
+    """Starts nodes. The first node hosts the rendezvous, and the node with the lowest address becomes rank 0."""
     port = port or free_port()
     for address, host_name in zip(addresses, host_names, strict=False):
         run.start_node(
@@ -308,7 +307,7 @@ def test_the_other_nodes_continue_after_a_node_is_lost(lost, unbroken, job):
     assert run.workers()[lost][1] == run.nodes[1].pid
     run.kill_node(run.nodes[1])
     run.finish(run.nodes[1])
-    assert [len(files) for files in run.attempts()][-2:] == [2, 1]  # a slow second node is taken in later
+    assert [len(files) for files in run.attempts()][-2:] == [2, 1]  # a slow second node joins later
     run.assert_as_unbroken(unbroken(DOUBLE, 1), same_bits=False)
     results = json.loads((run.directory / "results.json").read_text())
     assert (results["world_size"], results["global_batch_size"]) == (1, 12)
@@ -336,9 +335,10 @@ def test_a_node_may_join_later(rank, unbroken, job):
 
 @pytest.mark.slow
 def test_a_third_node_joins_and_another_is_lost(unbroken, job):
-    """2 -> 3 -> 2 nodes. When the third comes, one of the first two agents is the first to see it; the other's worker
-    has everything saved before its own agent asks it to, which must not pass for the end of the job. Agents that look
-    seldom make sure of that."""
+    """The worker of one agent saves and exits before its agent asks it to, which must not count as the end of the job.
+
+    This happens when the other agent sees the third node first. A long monitor interval makes it certain.
+    """
     run = job(DOUBLE, "--delay-s", 0.06)
     port = free_port()
     start_nodes(run, ["127.0.0.2", "127.0.0.3"], "--monitor-interval=2", maximum=3, port=port)

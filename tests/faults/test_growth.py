@@ -1,4 +1,4 @@
-"""24,000 steps with evaluations and saves: memory, descriptors, threads and files stay as few as they were."""
+"""Memory, descriptors, threads and files do not grow in 24,000 steps with evaluations and saves."""
 
 import json
 
@@ -10,7 +10,7 @@ from tests.helpers.measured_task import EVERY
 
 NUM_STEPS = 24_000
 SETTLED = 8_000
-"""Steps after which everything has happened several times."""
+"""Optimizer step by which every kind of work has occurred several times."""
 GROWTH_BYTES = 4 << 20
 ARGV = [
     "--task", f"{ROOT / 'tests' / 'helpers' / 'measured_task.py'}:Measured", "--num-train", 8000, "--num-val", 4,
@@ -36,7 +36,7 @@ def test_memory_and_open_files_do_not_grow_with_steps(world_size, environment, t
         assert len(settled) == (NUM_STEPS - SETTLED) // EVERY + 1
         assert settled[-1]["resident"] - settled[0]["resident"] < GROWTH_BYTES
         for name in ("descriptors", "threads"):
-            # A save under way has a thread and some files of its own.
+            # A save in progress uses a thread and descriptors.
             assert min(note[name] for note in settled[-4:]) <= min(note[name] for note in settled[:4])
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     print(len(files), "files", (tmp_path / "job" / "rendezvous").stat().st_size if world_size > 1 else 0, "bytes")

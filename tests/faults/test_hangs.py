@@ -1,4 +1,4 @@
-"""One rank fails, hangs, is stopped or killed: one message says so, and nothing is left behind."""
+"""One message reports a rank that fails, hangs, is stopped or is killed, and no process is left behind."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ from trainer.parallel.ddp import Replicated
 from trainer.parallel.process_group import ProcessGroup
 
 slow = pytest.mark.slow
-UNCOMPARED = ["--lockstep-every", 0]  # of ranks whose gradients are not exchanged
+UNCOMPARED = ["--lockstep-every", 0]  # for ranks that do not exchange gradients
 
 
 # --- an exception ------------------------------------------------------------------------------------------------
@@ -50,14 +50,14 @@ UNCOMPARED = ["--lockstep-every", 0]  # of ranks whose gradients are not exchang
     ],
 )
 def test_an_exception_is_reported_once(world_size, where, phase, more, tracebacks, faulty_run):
-    """That of a data-loading process holds the traceback of that process as well."""
+    """An exception in a data-loading process contains that process's traceback, too."""
     run = faulty_run(f"raise {where} 1", world_size=world_size, more=more)
     assert_one_message(run, f"rank 1 of {world_size} failed in {phase}: ValueError: the sky fell", tracebacks)
     assert_failed(run)
 
 
 def test_an_exception_ends_the_process_while_a_thread_is_stuck_in_cpp(environment, tmp_path):
-    """Which would abort the process when it came back while the interpreter is being finalised."""
+    """A thread that returns from C++ while the interpreter is being finalised would abort the process."""
     command = [sys.executable, "main.py", *map(str, TINY[:-4]), "--save-dir", str(tmp_path / "run")]
     fault = {"LOCKSTEP_FAULT": "linger forward 0"}
     run = subprocess.run(command, cwd=ROOT, env=environment | NO_GPU | fault, capture_output=True, text=True)
@@ -75,7 +75,7 @@ def test_an_exception_ends_the_process_while_a_thread_is_stuck_in_cpp(environmen
     ],
 )
 def test_an_exception_of_the_task_on_one_rank_ends_all_ranks(fault, statuses, state, told, environment, tmp_path):
-    """What is no Exception too: the steps so far are saved, and it is told once."""
+    """Some of the exceptions derive from `BaseException` but not from `Exception`."""
     argv = ["--multi-gpu", "ddp", *TINY[:-4], "--save-dir", tmp_path / "run"]
     argv += ["--num-workers", 1] * fault.startswith("workers")
     output, variables = tmp_path / "out", environment | NO_GPU | {"LOCKSTEP_FAULT": fault}
@@ -106,7 +106,7 @@ def test_bad_input_of_one_rank_is_reported_once(rank, faulty_run):
 
 @slow
 def test_bad_input_is_reported_although_rank_0_is_stuck(faulty_run):
-    """As behind an exchange on its device, which the other one does not join."""
+    """Rank 0 sleeps as if it waited on its device for a collective that rank 1 does not join."""
     run = faulty_run("sleep forward 0,refuse forward 1")
     assert_one_message(run, "the data ran away")
     assert run.status == 2
@@ -115,7 +115,7 @@ def test_bad_input_is_reported_although_rank_0_is_stuck(faulty_run):
 
 @slow
 def test_a_rank_that_exits_at_once_on_request_reports_no_error(faulty_run):
-    """As by a second Ctrl-C, which needs no explanation."""
+    """The rank exits as after a second Ctrl-C, which needs no explanation."""
     run = faulty_run("leave forward 1")
     assert (run.errors, run.out.count(TRACEBACK), run.left, run.leaked) == ([], 0, [], set())
     assert run.state["state"] == "failed"
@@ -131,7 +131,7 @@ def test_an_exception_on_one_device_is_reported_once(run_here, tmp_path, monkeyp
     assert (state["state"], state["message"]) == ("failed", message)
 
 
-# --- a rank that does not come -----------------------------------------------------------------------------------
+# --- a late, stopped or killed rank ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,6 @@ def test_an_exception_on_one_device_is_reported_once(run_here, tmp_path, monkeyp
 )
 @slow
 def test_a_late_rank_is_named(world_size, where, rank, phase, more, faulty_run):
-    """Also the late one itself leaves, though it hangs for ever; and all start again."""
     run = faulty_run(f"sleep {where} {rank}", world_size=world_size, more=more)
     late = rf"rank {rank} of {world_size} is late: it spent \d+ s in {phase} \({PROCESS}\)"
     assert_one_message(run, rf"{late}; rank \d waited {LIMIT_S} s for it in .+ \(--dist-timeout-s {LIMIT_S}\)")
@@ -187,9 +186,9 @@ def test_a_killed_rank_is_named(world_size, rank, more, faulty_run):
 
 
 def let_the_device_wait(meets):
-    """As GPUs do: the backward waits for nobody, and who asks the device about the third step waits for ever.
+    """Imitates GPUs: the backward pass waits for no rank, and the third step's barrier blocks on the device.
 
-    meets: the ranks do on the host before.
+    meets: whether the ranks first meet on the host, as with NCCL.
     """
     Replicated.exchange = lambda self, params: None
     barrier, asked = ProcessGroup.barrier, itertools.count(1)
@@ -243,7 +242,7 @@ def test_a_rank_that_dies_while_others_wait_for_the_device_is_named(environment,
     ],
 )
 def test_failures_under_torchrun_are_reported_once(fault, message, faulty_run):
-    """Its own report of what its workers returned holds one traceback of its own."""
+    """torchrun's own report of its workers' failure contains one more traceback."""
     run = faulty_run(fault, torchrun, world_size=3)
     own = sum("ChildFailedError" in line for line in run.out.splitlines())
     assert_one_message(run, message, tracebacks=(fault == "raise forward 1") + (own > 0))
@@ -251,7 +250,7 @@ def test_failures_under_torchrun_are_reported_once(fault, message, faulty_run):
 
 @slow
 def test_a_killed_rank_0_of_a_run_started_by_hand_is_named(environment, tmp_path):
-    """Then what its killers knew is lost with it, and one of the others says so."""
+    """The heartbeats are lost with rank 0, and one of the other ranks says so."""
     meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     args = ["main_multi_gpu.py", "--multi-gpu", "ddp", *TINY, "--save-dir", tmp_path / "run"]
     ranks = [
@@ -301,7 +300,7 @@ WAITED_S, BROKEN = 120.0, None
 
 @pytest.fixture
 def diagnosis():
-    """Of rank 0."""
+    """Returns the diagnosis of rank 0."""
     phase = CurrentActivity()
     phase.name, phase.step = "backward", 7
     monitor = SimpleNamespace()
@@ -369,7 +368,7 @@ def test_a_job_without_checkpoints_is_not_said_to_resume(diagnosis):
 
 
 def test_data_loading_processes_of_a_killed_process_are_ended(tmp_path):
-    """The kernel sees to it, as torch would not before the next batch."""
+    """The kernel must end them, because torch would notice only at the next batch."""
     script = f"""
 import os, sys, time
 from pathlib import Path

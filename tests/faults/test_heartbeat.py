@@ -1,4 +1,4 @@
-"""What the processes of a run learn of each other: by the store at which they met, and on one machine by the kernel."""
+"""A process notices the end of other processes through the rendezvous store and, on one machine, the kernel."""
 
 import os
 import signal
@@ -117,7 +117,6 @@ def test_a_stopped_process_can_be_ended(neighbours, sleeper):
 
 @needs_descriptors
 def test_a_reused_process_id_is_neither_mistaken_nor_ended(neighbours, sleeper):
-    """Which is then neither taken for it nor ended."""
     sleeper.kill()
     sleeper.wait()
     assert neighbours.is_gone(3)

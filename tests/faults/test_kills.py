@@ -1,4 +1,4 @@
-"""Killed at any moment and started again, on any number of devices, a run goes on as if nothing had happened."""
+"""A run that is killed at random moments and restarted, with any world size, ends like an uninterrupted run."""
 
 import random
 from collections import Counter
@@ -19,7 +19,7 @@ from tests.faults.lives import (
 
 
 def live_and_compare(base, recipe, start, worlds, seed, unbroken):
-    """Returns what the kills hit. A life that ends another way than the unbroken one fails."""
+    """Asserts that a killed run ends like an uninterrupted run; returns what the kills hit."""
     print(f"seed {seed}, worlds {worlds[:8]}")
     same_bits = len(set(worlds)) == 1 or recipe is IN_PARTS
     expected = unbroken(recipe, worlds[0])
@@ -57,7 +57,7 @@ def test_sharded_models_killed_at_random(worlds, tmp_path, forked_in_parts, unbr
 
 
 def live_until(num_kills, worlds, base, start, unbroken):
-    """Lives one life after the other, and prints their seeds and what their kills hit."""
+    """Runs lives until `num_kills` kills have occurred, and prints their seeds and what the kills hit."""
     recipe = HARD if len(worlds) == 1 else DOUBLE
     kills: Counter[tuple[str, str]] = Counter()
     seed = FIRST_SEED
@@ -69,7 +69,7 @@ def live_until(num_kills, worlds, base, start, unbroken):
         print(f"  {what} {where}: {count}")
 
 
-# `LOCKSTEP_SEED=N` lives other lives, and -s shows seeds and counts.
+# LOCKSTEP_SEED=N sets the first seed, and pytest -s shows seeds and counts.
 
 
 @pytest.mark.slow
@@ -80,8 +80,6 @@ def test_killed_at_random_many_times(worlds, tmp_path, forked, unbroken):
 
 @pytest.mark.slow
 def test_runs_with_parts_killed_at_random_end_bit_identically(tmp_path, forked, unbroken):
-    """Each start is in a world of its own; the unbroken run is one process."""
-
     def on_one(recipe, _):
         return unbroken(recipe, 1)
 

@@ -1,4 +1,4 @@
-"""A rank that dies costs one optimizer step at most, wherever it dies, and changes nothing of how the run ends."""
+"""The loss of a rank repeats at most one optimizer step, and does not change how the run ends."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ from tests.helpers.processes import NO_GPU
 TASK = ROOT / "tests" / "helpers" / "struck_task.py"
 WORLD_SIZE = 3
 STEPS_PER_EPOCH = 6
-# Nothing is saved but at the end of an epoch.
+# The run saves only at the end of an epoch.
 IN_DOUBLE = Recipe(
     argv=(
         "--task", f"{TASK}:Struck", "--dtype", "float64", "--num-train", 12 * STEPS_PER_EPOCH, "--epochs", 3,
@@ -33,8 +33,8 @@ IN_DOUBLE = Recipe(
 IN_SINGLE = ("--task", f"{TASK}:StruckNormed", "--dtype", "float32", "--dropout", 0.2, "--dist-timeout-s", 2)
 STRUCK = replace(IN_DOUBLE, argv=(*IN_DOUBLE.argv, *IN_SINGLE))
 
-# At optimizer step 10, or at the end of the second epoch. Two forwards a step; two messages a step, after those of one
-# that does not count.
+# The rank is struck at optimizer step 10 or at the end of the second epoch. A step has two forward passes and two
+# messages; two more messages belong to a placeholder batch.
 TIMES = {"forward": 20, "backward": 20, "exchange": 22, "optimizer": 10, "evaluation": 4, "save": 2, "write": 2}
 HOWS, PLACES = ("kill", "stop", "raise"), tuple(TIMES)[:-1]
 CASES = [*itertools.product(HOWS, PLACES, range(WORLD_SIZE)), ("kill", "write", 0)]
@@ -42,7 +42,7 @@ QUICK = [("kill", "exchange", 0), ("raise", "optimizer", 0)]
 
 
 def struck(environment, folder, how="kill", place="forward", rank=0):
-    """The environment of a run whose rank is struck; without more one where nothing happens."""
+    """Returns the environment of a run whose rank is struck or, if `folder` is None, in which nothing happens."""
     number = TIMES[place] if folder is not None else 10**6
     note = (folder or Path("/nonexistent")) / "note"
     return environment | {"LOCKSTEP_STRIKE": f"{how} {place} {rank} {number}", "LOCKSTEP_STRIKE_NOTE": str(note)}
@@ -50,7 +50,7 @@ def struck(environment, folder, how="kill", place="forward", rank=0):
 
 @pytest.fixture(scope="session")
 def lives(tmp_path_factory, environment):
-    """The undisturbed life of a recipe; each is lived once."""
+    """Returns a function that trains each recipe once without interruption, and returns its `Life`."""
     known = {}
 
     def live(recipe):
@@ -65,13 +65,13 @@ def lives(tmp_path_factory, environment):
 
 
 def steps_begun(files, world_size) -> int:
-    """Of an attempt: how many steps some rank has begun."""
+    """Returns the number of steps that at least one rank of an attempt has begun."""
     forwards_per_step = 12 // (2 * world_size)
     return -(-max(len(whole_lines(file)) - 1 for file in files) // forwards_per_step)
 
 
 def broken_life(base, recipe, environment, case, worlds):
-    """Struck once, and started again."""
+    """Returns the life of a run that was struck once and then resumed to its end."""
     life = Life(base / "run", recipe)
     start = partial(Forks, environment=struck(environment, base, *case))
     life.attempt(start, worlds[0])
@@ -93,7 +93,7 @@ def assert_one_step_lost(life: Life, world_size: int = WORLD_SIZE) -> None:
 )
 def test_a_lost_rank_costs_one_step(case, lives, environment, tmp_path):
     life = broken_life(tmp_path, STRUCK, environment, case, [WORLD_SIZE, WORLD_SIZE])
-    # What is best dies with the main process that was writing it, and with that the right to go on from later steps.
+    # If rank 0 dies while it writes new best weights, the run resumes from the previous checkpoint.
     if case != ("kill", "write", 0):
         assert_one_step_lost(life)
     assert_as_unbroken(life, lives(STRUCK), same_bits=True)
@@ -109,7 +109,7 @@ def restarting_torchrun(world_size):
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize(("place", "rank"), [(place, i % WORLD_SIZE) for i, place in enumerate(PLACES)])
 def test_a_launcher_restarts_the_run(start, how, place, rank, lives, environment, tmp_path):
-    """By itself, but after an exception without torchrun, whose cause may be there again."""
+    """The program's own launcher does not restart after an exception, because its cause may recur."""
     records, output = tmp_path / "records", tmp_path / "output"
     records.mkdir()
     variables = struck(environment, tmp_path, how, place, rank) | NO_GPU | {"LOCKSTEP_RECORD": str(records)}
@@ -139,7 +139,7 @@ def test_a_lost_rank_costs_one_step_in_another_world(worlds, lives, environment,
 
 
 def test_metrics_say_how_many_samples_they_cover(environment, tmp_path):
-    """Of the second epoch the survivor that saved knows its own third of nine steps less those of the first epoch."""
+    """In the second epoch, the rank that saved the state counted only its own third of the samples until then."""
     life = broken_life(tmp_path, STRUCK, environment, ("kill", "exchange", 0), [WORLD_SIZE, WORLD_SIZE])
     records = read_metrics(life.directory, "epoch")
     covered = [record.get("train/covered_samples") for record in records]
@@ -170,7 +170,7 @@ def test_lost_shards_of_parameters_are_reported(environment, tmp_path):
 
 
 def test_state_json_names_the_lost_rank(environment, tmp_path):
-    """Also where the main process is the one that was lost."""
+    """Rank 0 is lost, so another rank must write the message."""
     life = Life(tmp_path / "run", STRUCK)
     job = life.attempt(partial(Forks, environment=struck(environment, tmp_path, "kill", "forward", 0)), WORLD_SIZE)
     assert life.statuses == [-9, 75, 75], job.output

@@ -1,4 +1,4 @@
-"""Checkpoints and the end of the time by the main process's clock: two processes agree, and nothing else changes."""
+"""Two processes save and pause together when the time is up, and the time limit does not change the result."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The tests of this folder find what they are for: each mistake put into the program fails one of them."""
+"""The tests of this folder detect each mistake of `tests.faults.mutants`."""
 
 import random
 

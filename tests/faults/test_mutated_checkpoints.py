@@ -1,6 +1,6 @@
-"""Hundreds of checkpoints changed on purpose: each is refused by a message, or a run goes on from it; no third way.
+"""Runs refuse randomly changed checkpoints with a message, or resume from them.
 
-The changes reach what stands behind checksums: a changed pickle is packed into a whole archive again.
+A changed pickle is packed into a complete archive again, so that its checksums match.
 """
 
 import copy
@@ -34,7 +34,7 @@ NUM_MUTATIONS, MOST_SECONDS = 600, 60
 
 @pytest.fixture
 def run(signals_restored, no_rank_variables, tmp_path):
-    """One that nothing was trained in, and into which checkpoints are loaded."""
+    """Returns an untrained run into which checkpoints are loaded."""
     flags, _ = parse([*ARGV, "--save-dir", str(tmp_path / "new")], several_devices=False)
     run = assemble_run(flags, build_task(flags), SingleDevice(torch.device("cpu")))
     run.facts |= {"code": {"commit": None, "changed": None, "task_file": None, "task_sha256": None}, "run_id": "0" * 12}
@@ -74,12 +74,12 @@ def truncated(draw, state):
 
 
 def changed_pickle(draw, state):
-    """What it unpickles to, with checksums of the archive that fit."""
+    """Flips bits of the archive's pickle, with matching checksums."""
     return repacked(written(state), lambda name, part: flipped(draw, part) if name.endswith("data.pkl") else part)
 
 
 def spoiled_parts(draw, state):
-    """Parts of the archive that are empty, cut short, too long, or left out."""
+    """Empties, truncates, doubles or removes parts of the archive."""
 
     def spoiled(name, part):
         if draw.random() < 0.8:
@@ -106,7 +106,7 @@ def changed_values(draw, state):
 
 
 def tensors_in(node):
-    """(mapping or list, key) of every tensor."""
+    """Yields (mapping or list, key) of every tensor."""
     for key, value in [*node.items()] if isinstance(node, dict) else [*enumerate(node)]:
         if isinstance(value, torch.Tensor):
             yield node, key
@@ -161,7 +161,7 @@ MUTATIONS = [
 # --- the test ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch, about kinds of tensors
+@pytest.mark.filterwarnings("ignore")  # torch warns about unusual tensors
 def test_600_mutated_checkpoints_are_refused_or_resume(run, intact, tmp_path):
     created = tmp_path / "created"
     harmful = intact | {"more": {"x": Malicious(created)}}
@@ -188,7 +188,7 @@ def test_600_mutated_checkpoints_are_refused_or_resume(run, intact, tmp_path):
 
 
 def outcome_of(run, file):
-    """Read in both ways, and loaded as by a resume."""
+    """Reads a checkpoint with `only_weights` and without, and loads it as a resume does: "refused" or "went on"."""
     try:
         read_checkpoint(file, "x.pth", only_weights=True)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Damaged recordings of people and of speech: read, left out, or refused in one line; never anything else."""
+"""Damaged recordings of motion and speech are read, skipped, or refused with a message of one line."""
 
 import json
 import time
@@ -17,7 +17,7 @@ from tests.helpers.mutations import mutations
 from trainer.common.errors import UserError
 
 LONGEST_S = 5.0
-"""That reading one file may take, on a loaded machine."""
+"""Seconds that reading one file may take on a busy machine."""
 OWN = OwnFormat(subject_column=None, label_column=None, channels=None, length=8, hop=4)
 LABELLED = WindowFormat(("acc_x", "acc_y"), ("sit", "walk"), length=8, hop=4, rate_hz=50)
 
@@ -46,7 +46,7 @@ def manifest_of_two() -> bytes:
 
 
 def read_or_refused(read, path, content) -> bool:
-    """Whether a file with this content is read."""
+    """Returns whether a file with this content is read; otherwise it must be refused."""
     path.write_bytes(content)
     began = time.monotonic()
     try:
@@ -70,7 +70,7 @@ KINDS = {
 
 @pytest.mark.parametrize("name", KINDS)
 def test_damaged_files_are_read_skipped_or_refused(name, tmp_path, monkeypatch):
-    for module in ("data.har.own_recordings", "data.speech.corpus"):  # keeping what is read takes longer than all else
+    for module in ("data.har.own_recordings", "data.speech.corpus"):  # writing the cache takes most of the time
         monkeypatch.setattr(f"{module}.cached_arrays", lambda cache_dir, key, build: build())
     content, count, read = KINDS[name]
     folder = tmp_path / "data"

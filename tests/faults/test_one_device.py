@@ -1,4 +1,4 @@
-"""One process fails: what it has learnt is kept, and the same command goes on when the mistake is mended."""
+"""A failure on one device loses no step, and the same command resumes once the cause is fixed."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from trainer.failure.diagnosis import Diagnosis
 from trainer.failure.errors import EXIT_RESTART
 from trainer.failure.heartbeat import CurrentActivity
 
-RUN = [*TINY[:-4], "--save-dir"]  # no checkpoint but at the end of the epochs
+RUN = [*TINY[:-4], "--save-dir"]  # saves only at the end of an epoch
 
 WRONG = f"""
 import os, sys
@@ -57,7 +57,7 @@ def test_an_exception_loses_no_step(place, num_steps, run_here, tmp_path, monkey
 
 
 def test_a_save_within_a_step_contains_the_state_before_it(run_here, tmp_path, monkeypatch):
-    """Its optimizers, too, have the learning rate of the last step that is done, not of the one that was broken off."""
+    """The saved optimizers also have the learning rate of the last complete step, not of the interrupted step."""
     run_here(*RUN, tmp_path / "whole", "--save-every-steps", 2, "--keep-checkpoints", 0)
     monkeypatch.setenv("LOCKSTEP_FAULT", "raise forward 0")
     run_here(*RUN, tmp_path / "run", status=1)
@@ -83,7 +83,7 @@ def test_a_save_within_a_step_contains_the_state_before_it(run_here, tmp_path, m
     ],
 )
 def test_a_system_exit_loses_no_step(fault, where, num_steps, told, run_here, tmp_path, monkeypatch):
-    """As of a framework that cancels its tasks, or of code that was meant for a script."""
+    """The exceptions do not derive from `Exception`, so `except Exception` does not catch them."""
     monkeypatch.setenv("LOCKSTEP_FAULT", f"{fault} {where} 0")
     out, err = run_here(*RUN, tmp_path / "run", status=1)
     assert err.count("error: ") == 1 and err.splitlines()[-1].startswith("error: failed in ")
@@ -105,14 +105,14 @@ def test_an_interrupt_of_the_task_is_a_request_to_stop(run_here, tmp_path, monke
 
 @pytest.mark.parametrize(("fault", "told"), [("exit", "SystemExit: 7"), ("interrupt", "KeyboardInterrupt")])
 def test_the_reason_for_a_workers_end_is_reported(fault, told, run_here, tmp_path, monkeypatch):
-    """torch would say that the worker has ended, and nothing of why."""
+    """torch alone would report only that the worker exited."""
     monkeypatch.setenv("LOCKSTEP_FAULT", f"{fault} data 0")
     _, err = run_here(*RUN, tmp_path / "run", "--num-workers", 1, status=1)
     assert err.splitlines()[-1].endswith(f": {told}") and err.count("error: ") == 1
 
 
 def test_a_killed_worker_is_reported_as_lost(run_here, tmp_path, monkeypatch):
-    """Whoever starts lost ranks again starts this one again."""
+    """The exit status makes a launcher restart the run, as after a lost rank."""
     monkeypatch.setenv("LOCKSTEP_FAULT", "workers forward 0")
     monkeypatch.setenv("LOCKSTEP_FAULT_NOTE", str(tmp_path / "note"))
     argv = [*RUN, tmp_path / "run", "--num-workers", 1]
@@ -128,7 +128,7 @@ def test_a_killed_worker_is_reported_as_lost(run_here, tmp_path, monkeypatch):
 
 
 def test_a_connection_broken_by_a_killed_worker_is_reported_as_its_loss():
-    """Breaking comes first, and torch's handler of SIGCHLD would raise while the failure is reported."""
+    """The connection breaks first; torch's SIGCHLD handler would then raise during the report of the failure."""
     worker = subprocess.Popen(["sleep", "60"])
     signal_handling._set_worker_pids(id(worker), (worker.pid,))
     threading.Timer(0.1, worker.kill).start()

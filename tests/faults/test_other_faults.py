@@ -1,4 +1,4 @@
-"""Faults that are rarer than a kill: each is told with the rank and the place, and nothing is lost."""
+"""Faults that are rarer than a kill, such as segmentation faults and disk errors, are reported and lose nothing."""
 
 import os
 import re
@@ -38,9 +38,9 @@ def errors_of(output):
 
 @pytest.fixture
 def befallen(forked, environment, unbroken, tmp_path):
-    """Has a fault happen on rank 1 of 2, and the same command go on; returns what was said, and the statuses.
+    """Returns a function that runs two ranks with a fault, then resumes: (output, statuses) of the faulty attempt.
 
-    The end has to be that of the unbroken run, to the bit.
+    The resumed run must end with the same bits as an uninterrupted run.
     """
 
     def run(fault, *more, **variables):
@@ -59,7 +59,7 @@ def befallen(forked, environment, unbroken, tmp_path):
 
 @pytest.fixture
 def pipe(tmp_path):
-    """A named pipe at which whoever opens it waits until the test ends."""
+    """Returns a named pipe; opening it blocks until the test ends."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
     yield path
@@ -86,7 +86,7 @@ def test_a_segmentation_fault_loses_no_saved_step(befallen):
 @slow
 @pytest.mark.parametrize("fault", ["hold", "backtrack", "kernel"])
 def test_a_stuck_interpreter_is_named_and_exits(fault, befallen, pipe):
-    """It says where it was when the other one ends it."""
+    """The stuck process prints its stack when the other rank ends it."""
     output, statuses = befallen(f"{fault} forward 1", "--delay-s", 0.3, LOCKSTEP_PIPE=str(pipe))
     (error,) = errors_of(output)
     assert re.match(rf"error: rank 1 of 2 does not respond \({PROCESS}\), last seen \d+ s ago in .+", error)
@@ -116,7 +116,7 @@ def test_a_rank_killed_in_evaluation_is_reported(rank, befallen):
 
 
 def assert_survives_failure(base, point, forked, unbroken):
-    """One operation on a file fails: that is told in one message or tried again, and nothing is lost."""
+    """Makes a file operation fail with EIO: the run must finish, or resume after a refusal with one message."""
     life = Life(base / "run", RECIPE)
     life.directory.mkdir(parents=True)
     failing = Prepared(watched=life.directory, kill_at=point._replace(error=EIO))
@@ -138,7 +138,7 @@ def test_a_run_survives_a_disk_error_during_a_save(forked, fresh, unbroken, tmp_
 
 @slow
 def test_a_run_survives_a_disk_error_in_any_operation(forked, fresh, unbroken, tmp_path):
-    # "saved" is a note of the recorder itself.
+    # "saved" marks the end of a save, and is no file operation.
     points = [point for point in kill_points(fresh.operations) if point.kind != "saved"]
     for number, point in enumerate(points):
         assert_survives_failure(tmp_path / str(number), point, forked, unbroken)
@@ -150,7 +150,7 @@ def test_a_run_whose_directory_is_removed_ends_with_one_message(world_size, fork
     life = Life(tmp_path / "run", IN_GROUP if world_size > 1 else ALONE)
     gone = environment | {"LOCKSTEP_FAULT": "unlink forward 0", "LOCKSTEP_REMOVED": str(life.directory)}
     job = life.attempt(partial(forked, environment=gone), world_size)
-    # TensorBoard's own thread says in its own way that it cannot write, and may be in the middle of it.
+    # TensorBoard's thread may print its own traceback, even in the middle of the message's line.
     (error,) = re.findall("error: .+", job.output)
     assert re.fullmatch(f"error: --save-dir {life.directory}: cannot write .+: the folder was deleted or .+", error)
     assert job.output.count(TRACEBACK) == job.output.count("Exception in thread")
@@ -159,7 +159,7 @@ def test_a_run_whose_directory_is_removed_ends_with_one_message(world_size, fork
 
 
 def test_a_surviving_rank_does_not_recreate_a_removed_directory(forked, environment, tmp_path):
-    """Who would leave a run without most of its files, beside the one that somebody has moved."""
+    """The new directory would lack most files of the run, which somebody may have moved."""
     life = Life(tmp_path / "run", IN_GROUP)
     gone = environment | {"LOCKSTEP_FAULT": "abandon forward 0", "LOCKSTEP_REMOVED": str(life.directory)}
     job = life.attempt(partial(forked, environment=gone), 2)
@@ -171,7 +171,6 @@ def test_a_surviving_rank_does_not_recreate_a_removed_directory(forked, environm
 
 
 def test_a_clock_that_runs_backwards_changes_nothing(forked, environment, unbroken, tmp_path):
-    """By a day, in the middle of a run."""
     life = Life(tmp_path / "run", ALONE)
     job = life.attempt(partial(forked, environment=environment | {"LOCKSTEP_FAULT": "clock forward 0"}), 1)
     assert life.statuses == [0], job.output

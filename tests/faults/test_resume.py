@@ -1,4 +1,4 @@
-"""Every world learns the same, and a run that was stopped goes on. Kills: see test_kills.py."""
+"""Every world size gives the same result, and a stopped run resumes. test_kills.py tests kills."""
 
 import json
 import signal
@@ -12,7 +12,6 @@ WORLDS = (1, 2, 3)
 
 
 def test_every_world_size_gives_the_same_weights(unbroken):
-    """The step rule and the order of samples, through the command line."""
     one = unbroken(DOUBLE, 1)
     for world_size in WORLDS[1:]:
         other = unbroken(DOUBLE, world_size)
@@ -25,7 +24,7 @@ def test_every_world_size_gives_the_same_weights(unbroken):
 
 
 def test_every_test_sample_is_scored_once(unbroken):
-    """Two samples in a world of three: one rank has none."""
+    """There are only two test samples, so one of three ranks has none."""
     for world_size in WORLDS:
         results = json.loads((unbroken(DOUBLE, world_size).directory / "results.json").read_text())
         assert results["metrics"]["test/num_samples"] == 2

@@ -1,4 +1,4 @@
-"""Files from elsewhere run nothing and write nothing where they should not; files of ours are as private as asked."""
+"""Untrusted files run no code and write nothing outside their place; files of a run respect the umask."""
 
 import ast
 import json
@@ -42,15 +42,15 @@ FORMS = {
 
 @pytest.fixture(params=FORMS)
 def harm(request, tmp_path):
-    """Makes a file that looks like a checkpoint and does harm when it is unpickled; at the end none was done."""
+    """Returns a function that writes a checkpoint with code; asserts after the test that the code was not run."""
     created = tmp_path / "created"
     created.mkdir()
-    with pytest.raises(FileExistsError):  # the files do what they are made for
+    with pytest.raises(FileExistsError):  # unpickling does run the code
         pickle.loads(pickle.dumps(Malicious(created)))
     created.rmdir()
 
     def make(path: Path, state=None) -> Path:
-        path.unlink(missing_ok=True)  # a link to a good checkpoint stays one
+        path.unlink(missing_ok=True)  # other hard links to the file stay intact
         FORMS[request.param]({"model": {}, **(state or {}), "extra": Malicious(created)}, path)
         return path
 
@@ -91,7 +91,6 @@ def test_a_named_file_with_code_is_refused(arguments, harm, run_here, tmp_path):
 @pytest.mark.parametrize("manifest", ["as it was", "made to fit", "missing"])
 @pytest.mark.parametrize("more", [[], ["--eval-only"], ["--epochs", 3]])
 def test_a_run_whose_checkpoints_all_contain_code_is_refused(manifest, more, harm, trained, run_here):
-    """Somebody replaced them all: the run ends with a message, and does not begin anew."""
     for path in sorted(trained.glob("*.pth")):
         harm(path, torch.load(path, weights_only=True))
     tell_the_manifest(trained, manifest)
@@ -105,7 +104,6 @@ def test_a_run_whose_checkpoints_all_contain_code_is_refused(manifest, more, har
 
 @pytest.mark.parametrize("manifest", ["as it was", "made to fit", "missing"])
 def test_a_newest_checkpoint_with_code_is_skipped(manifest, harm, trained, run_here):
-    """The run goes on from the one before."""
     newest = json.loads((trained / "manifest.json").read_text())["checkpoints"][-1]
     state = torch.load(trained / newest["file"], weights_only=True)
     for name in (newest["file"], "last.pth", "final.pth"):
@@ -129,7 +127,7 @@ def tell_the_manifest(directory: Path, manifest: str) -> None:
 
 @pytest.mark.parametrize("place", ["run/code/beside.py", "beside.py"])
 def test_a_task_defined_beside_the_run_is_not_executed(place, trained, run_here, tmp_path):
-    """A checkpoint names the file of its task, and may name any, also one that came with it."""
+    """A checkpoint names the file of its task, which may be an untrusted file that came with the checkpoint."""
     file = trained.parent / place
     file.parent.mkdir(exist_ok=True)
     file.write_text(f"open({str(tmp_path / 'created')!r}, 'x')\nfrom tests.helpers.weighted_task import Weighted\n")
@@ -166,7 +164,7 @@ def test_cached_arrays_with_code_are_refused(content, tmp_path):
 
 
 def write_zip(path: Path, members: dict[str, bytes], link: str | None = None) -> Path:
-    """link: the member that is a symbolic link, as Unix archives mark one."""
+    """Writes a zip archive. link: member that is marked as a symbolic link, as Unix programs do."""
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in members.items():
             info = zipfile.ZipInfo(name)
@@ -184,7 +182,7 @@ OUTSIDE = ["../../outside.dat", "/tmp/outside.dat", "a/../../../outside.dat", "\
 
 @pytest.fixture
 def nothing_written(tmp_path, monkeypatch):
-    """Neither beside the archive nor above it, where the command runs too."""
+    """Returns the working directory; asserts after the test that only data.zip was written in or above it."""
     folder = tmp_path / "deep" / "down"
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder)
@@ -201,7 +199,7 @@ def test_interactions_are_read_safely_despite_path_traversal(name, nothing_writt
 
 
 def test_interactions_behind_a_link_in_an_archive_are_refused(nothing_written, tmp_path):
-    """It is not followed: its target is text like any other."""
+    """The link is not followed; its target is read as the text of the file."""
     secret = tmp_path / "cache" / "secret.dat"
     secret.parent.mkdir()
     secret.write_text("1 1 1\n1 2 2\n2 1 1\n")
@@ -271,7 +269,7 @@ def test_the_cache_and_predictions_respect_the_umask(umask, signals_restored, tm
     assert (tmp_path / "labels.csv").stat().st_mode & 0o777 == 0o666 & ~umask
 
 
-# --- what the source says ----------------------------------------------------------------------------------------
+# --- calls in the source code ------------------------------------------------------------------------------------
 
 SAFE_ARGUMENT = {
     "torch.load": ("weights_only", True),
@@ -286,7 +284,7 @@ UNSAFE_METHODS = {"extract", "extractall"}
 
 
 def calls():
-    """(place, dotted name, keyword arguments) of every call in what a user runs."""
+    """Yields (place, dotted name, keyword arguments) of every call in the code that a user runs."""
     for folder in ("trainer", "tasks", "models", "data", "benchmarks", "examples", "."):
         files = (ROOT / folder).glob("*.py") if folder == "." else (ROOT / folder).rglob("*.py")
         for file in files:

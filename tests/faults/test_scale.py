@@ -1,4 +1,4 @@
-"""Many processes: 20 exact steps of 32 of them, one of which is killed, and which 24 go on from."""
+"""A run on 32 processes, one of which is killed, resumes on 24 and ends like a run on one process."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""`--seeds` broken off: every run saves, nothing is left behind, and the same command goes on."""
+"""Interrupted runs of --seeds and --folds save, leave no process behind, and resume by the same command."""
 
 import os
 import pty
@@ -20,7 +20,7 @@ SLOWLY = ["--task", WEIGHTED, "--num-train", 24, "--global-batch-size", 8, "--lr
 
 @pytest.fixture
 def start(environment):
-    """Starts a set of runs in the background."""
+    """Returns a function that starts a set of runs in the background."""
     started = []
 
     def run(*args, **variables):
@@ -55,7 +55,7 @@ def has_trained(directory):
 
 
 def processes_marked(mark):
-    """Ids of all living processes with this in their environment."""
+    """Returns the ids of all live processes whose environment contains the mark."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -111,7 +111,7 @@ def test_all_runs_stop_on_a_signal_and_the_same_command_resumes(number, start, c
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [["main.py"], ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", "2"]])
 def test_ctrl_c_on_a_terminal_saves(launcher, environment, tmp_path):
-    """The terminal sends it to every process of the foreground; a run that got it twice would leave without saving."""
+    """The terminal sends SIGINT to all foreground processes; a run that got it twice would exit without saving."""
     argv = [sys.executable, *launcher, *SLOWLY, "--device", "cpu", "--seeds", "2", "--save-dir", tmp_path]
     pid, terminal = pty.fork()
     if pid == 0:
@@ -149,7 +149,7 @@ def test_ctrl_c_on_a_terminal_saves(launcher, environment, tmp_path):
         os.close(terminal)
     assert os.waitstatus_to_exitcode(status[0]) == 130, shown.decode()
     assert "Stopped as asked" in (tmp_path / "seed-0" / "train.log").read_text()
-    assert b"/12" in shown.replace(b" ", b"") and b"seed-0" in shown  # a bar over the epochs of both
+    assert b"/12" in shown.replace(b" ", b"") and b"seed-0" in shown  # one progress bar for the epochs of both runs
 
 
 FOLDED = """
@@ -171,7 +171,7 @@ def test_killed_folds_resume(killed, start, command, tmp_path):
     parent = start("main.py", *argv, "--save-dir", directory, LOCKSTEP_TEST_MARK=str(tmp_path))
     wait_until(lambda: has_trained(directory / "fold-1"), timeout_s=400)
     started = processes_marked(str(tmp_path))
-    runs = [pid for pid in started if os.getsid(pid) == pid]  # each has a session of its own
+    runs = [pid for pid in started if os.getsid(pid) == pid]  # each run has its own session
     assert runs
     for pid in started if killed == "all" else runs[:1]:
         os.kill(pid, signal.SIGKILL)

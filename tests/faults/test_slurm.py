@@ -1,4 +1,4 @@
-"""examples/slurm.sh on a real SLURM cluster of one node, where SLURM is installed."""
+"""Tests of examples/slurm.sh on a real SLURM cluster of one node, if SLURM is installed."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from trainer.checkpoint.manifest import STATE
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not can_run(), reason="needs SLURM's daemons, and to be root")]
 
-# A minute and a half of steps that do nothing for most of their time.
+# The steps take a minute and a half, and mostly sleep.
 WORK = ["--task", WEIGHTED, "--num-train", 200, "--global-batch-size", 8, "--epochs", 8, "--num-threads", 1,
         "--delay-s", 0.4, "--save-every-steps", 5, "--lr", 0.01, "--dropout", 0.1]  # fmt: skip
 NUM_STEPS = 200
@@ -28,7 +28,7 @@ def cluster(tmp_path, environment):
 
 
 class Submitted:
-    """A job of examples/slurm.sh that has been submitted to a cluster."""
+    """Job of examples/slurm.sh that is submitted to a cluster."""
 
     def __init__(self, cluster, folder) -> None:
         self._cluster = cluster
@@ -45,7 +45,7 @@ class Submitted:
         return self._output.read_text() if self._output.exists() else ""
 
     def told(self, name):
-        """What SLURM tells of the job, for example of its JobState."""
+        """Returns a property of the job, such as its JobState."""
         found = re.search(rf"\b{name}=(\S+)", self._cluster.ask("scontrol", "show", "job", self.id))
         return found[1] if found else ""
 
@@ -63,7 +63,7 @@ class Submitted:
 
 
 def assert_as_unbroken(directory, environment, folder):
-    """As in two forked processes that nobody disturbs."""
+    """Asserts that the run ends like an uninterrupted run in two forked processes."""
     quickly = [*WORK, "--delay-s", 0, "--save-dir", folder / "unbroken"]
     assert Forks(quickly, NUM_GPUS, folder / "forks", environment).statuses() == [0, 0]
     assert_same_bits(load(folder / "unbroken" / "final.pth"), load(directory / "final.pth"))
@@ -72,7 +72,7 @@ def assert_as_unbroken(directory, environment, folder):
 def test_a_job_at_its_time_limit_is_requeued_until_it_is_finished(cluster, environment, tmp_path):
     job = Submitted(cluster, tmp_path)
     job.wait_for_step(10)
-    # So that two minutes are left, from which on the script wants to be told.
+    # Leaves two minutes, at which SLURM sends the signal that the script requests.
     minutes = int(job.told("RunTime").split(":")[1])
     job.change(f"TimeLimit={minutes + 2}")
     job.wait_for_state("PENDING")
@@ -93,7 +93,7 @@ def test_a_job_whose_node_fails_resumes_at_once(cluster, environment, tmp_path):
     cluster.ask("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
     cluster.wait_for(lambda: job.told("Restarts") == "1", "the job to be queued again")
     cluster.ask("scontrol", "update", f"NodeName={node}", "State=RESUME")
-    # After two minutes, as SLURM has it: this node is not really gone, and has to end the job first.
+    # SLURM requeues after two minutes, because the node still runs and must end the job first.
     job.wait_for_state("COMPLETED")
     assert "Resuming after optimizer step" in job.output
     assert_as_unbroken(job.directory, environment, tmp_path)

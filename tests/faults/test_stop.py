@@ -1,4 +1,4 @@
-"""A request to stop: how much is still done after it, whichever process and whichever signal it reaches."""
+"""After a stop signal to any process, a run does little more work, saves and exits."""
 
 import json
 import os
@@ -17,9 +17,9 @@ from trainer.failure.signals import ONE_CTRL_C_S, STOP_SIGNALS, StopRequest
 from trainer.parallel.launch import FOLDER, rendezvous_folder
 
 MICRO_BATCHES = 3
-"""Forwards of a step on each process."""
+"""Forward passes of a step on each process."""
 LONG_S = 8
-# A process signals itself in the given forward of the given rank: the moment is exact, and nothing has to be timed.
+# The given rank signals itself in the given forward pass, so that the moment is exact.
 ASKS = """
 import os, signal, time
 import torch
@@ -49,9 +49,9 @@ class Asks(Weighted):
 
 @pytest.fixture
 def asking(tmp_path):
-    """Arguments of a run that is asked to stop, and a function that tells what was forwarded after that.
+    """Returns a function that makes the arguments of a run that signals itself, and the function `after`.
 
-    rank, forward: where and when. training: whether training forwards are counted, or those of evaluation.
+    rank, forward: rank that signals itself, and number of its forward pass. training: count in training or evaluation.
     """
 
     def make(number, rank, forward, training, world_size):
@@ -66,7 +66,7 @@ def asking(tmp_path):
         ]  # fmt: skip
 
         def after():
-            """(kind of forward, seconds since the epoch) of each after the request, of each process."""
+            """Returns, for each process, the kinds of its forward passes after the signal."""
             logs = [[line.split() for line in log.read_text().splitlines()] for log in tmp_path.glob("log.*")]
             (asked,) = [float(words[-1]) for log in logs for words in log if "asked" in words]
             return [[words[0] for words in log if float(words[-1]) > asked] for log in logs]
@@ -83,13 +83,13 @@ def assert_saved_as_preempted(directory):
 
 
 def assert_soon(forwards, training):
-    """At most two steps, or evaluation batches, beside the one under way."""
+    """Asserts that at most two steps or evaluation batches came after the current one."""
     for kinds in forwards:
         assert set(kinds) <= {"train" if training else "evaluate"}
         assert len(kinds) <= (2 * MICRO_BATCHES + MICRO_BATCHES if training else 2 + 1)
 
 
-@pytest.mark.parametrize("forward", [14, 13, 15])  # the second micro-batch of a step, the first, the last
+@pytest.mark.parametrize("forward", [14, 13, 15])  # each of the three micro-batches of a step
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_one_process_stops_soon_in_training(number, forward, asking, run_here, tmp_path):
     arguments, after = asking(number, 0, forward, True, 1)
@@ -111,8 +111,7 @@ def test_one_process_stops_soon_in_evaluation(number, asking, run_here, tmp_path
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_two_processes_stop_soon(number, rank, training, asking, command, tmp_path):
-    """The one that is asked tells the other, and the launcher by its exit status."""
-    # One forward that does not count comes first.
+    # The first forward pass is on a placeholder batch.
     arguments, after = asking(number, rank, 15 if training else 10, training, 2)
     command(*launcher(2), *arguments, status=128 + number)
     forwards = after()
@@ -122,7 +121,7 @@ def test_two_processes_stop_soon(number, rank, training, asking, command, tmp_pa
 
 
 def test_one_ctrl_c_that_comes_twice_is_one_request():
-    """From a terminal, and passed on by a launcher that cannot see it."""
+    """A process may receive it from the terminal and again from its launcher."""
     stop = StopRequest()
     stop._on_signal(signal.SIGINT, None)
     stop._on_signal(signal.SIGINT, None)
@@ -134,8 +133,8 @@ def test_one_ctrl_c_that_comes_twice_is_one_request():
 
 @pytest.fixture
 def group(environment, tmp_path, tmp_path_factory):
-    """A self-launched group of two that trains, started in a session of its own: (launcher, ids of the ranks)."""
-    records, meeting = tmp_path / "records", tmp_path_factory.mktemp("tmp")  # a path for sockets must be short
+    """Yields a launcher in its own session whose two ranks train, their process ids, and their temporary folder."""
+    records, meeting = tmp_path / "records", tmp_path_factory.mktemp("tmp")  # paths of sockets must be short
     records.mkdir()
     arguments = [
         "--task", WEIGHTED, "--epochs", 900, "--num-train", 24, "--batch-size", 4, "--num-threads", 1, "--num-workers",
@@ -157,7 +156,7 @@ def group(environment, tmp_path, tmp_path_factory):
 
 
 def stopped_once(process, tmp_path):
-    """What the group has printed, when all of it is gone."""
+    """Waits for the group to end, and asserts that it saved and left no process behind."""
     out, _ = process.communicate(timeout=100)
     assert out.count("Stopped as asked; everything is saved.") == 1, out
     assert "Traceback" not in out and "error:" not in out, out
@@ -167,7 +166,7 @@ def stopped_once(process, tmp_path):
 
 @pytest.mark.slow
 def test_ranks_whose_launcher_is_killed_stop_once_and_save(group, tmp_path):
-    """And what the launcher could not remove, the next one does."""
+    """The next launcher removes the folder that the killed launcher left."""
     process, _, meeting = group
     process.kill()
     stopped_once(process, tmp_path)
@@ -214,7 +213,6 @@ def test_folders_of_killed_launchers_are_removed(monkeypatch, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_second_ctrl_c_exits_at_once(world_size, environment, tmp_path):
-    """In the middle of a step that would take long."""
     records = tmp_path / "records"
     records.mkdir()
     arguments = [

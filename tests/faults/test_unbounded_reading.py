@@ -1,4 +1,4 @@
-"""What has no end, or unpacks to more than any valid file holds, is refused before it has taken the memory."""
+"""Endless files, and files that unpack to more than any valid file, are refused before they fill the memory."""
 
 import gzip
 import os
@@ -29,9 +29,9 @@ from trainer.checkpoint.file import read_checkpoint
 from trainer.common.errors import UserError
 
 MEMORY = 200 << 20
-"""Bytes that a refusal may take, where what is refused unpacks to 3 GB."""
+"""Bytes that Python may allocate in a test, although some files unpack to 3 GB."""
 ONE_LINE = gzip.compress(b"x" * (48 << 20)) * 64
-"""Members of gzip, one after the other: 3 GB, in 3 MB."""
+"""Consecutive gzip members: 3 GB in 3 MB."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,10 +45,10 @@ def little_memory():
 
 @pytest.fixture
 def pipe(tmp_path):
-    """A named pipe that nobody writes into: whoever opens it would wait for ever."""
+    """Returns a named pipe without a writer; opening it to read would block forever."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    # So that a test which fails ends.
+    # Unblocks a test that fails.
     rescue = threading.Timer(20, lambda: os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK)))
     rescue.daemon = True
     rescue.start()
@@ -72,7 +72,6 @@ def test_one_line_of_3_gb_is_refused(name, tmp_path):
 
 
 def test_a_device_in_place_of_a_file_is_refused(run_here, tmp_path):
-    """By each flag that names a file."""
     for argv in (
         ["--predict", "/dev/zero"], ["--config", "/dev/zero"], ["--resume-from", "/dev/zero"],
         ["--task", "seqrec", "--data-dir", "/dev/zero"], ["--task", "kgat", "--data-dir", "/dev/zero"],
@@ -98,7 +97,6 @@ def test_a_device_named_in_a_speech_manifest_is_refused(tmp_path):
 
 
 def test_pipes_in_place_of_the_files_of_a_run_count_as_damaged(train, pipe, tmp_path):
-    """It counts as damaged, and nobody waits for what it will never say."""
     train(tmp_path / "run")
     for name in ("config.json", "manifest.json", "memory.json", "results.json", "state.json"):
         (tmp_path / "run" / name).unlink(missing_ok=True)
@@ -114,7 +112,7 @@ def test_a_pipe_for_settings_is_refused(pipe, refused, tmp_path):
 
 
 def test_settings_from_the_shell_are_read(run_here, tmp_path):
-    """As `--config <(...)` gives them."""
+    """The shell turns `--config <(...)` into `--config /dev/fd/N`."""
     read, write = os.pipe()
     os.write(write, b"epochs = 3\n")
     os.close(write)
@@ -131,7 +129,7 @@ def test_a_checkpoint_with_compressed_entries_is_refused(train, tmp_path):
         for part in old.namelist():
             new.writestr(part, old.read(part))
     read_checkpoint(stored, "x")
-    for verified in (False, True):  # a run brings its own checksums
+    for verified in (False, True):  # an untrusted run has matching checksums
         with pytest.raises(UserError, match="one of its entries is compressed"):
             read_checkpoint(packed, "x", verified=verified)
 
@@ -177,7 +175,7 @@ HUGE = {
 
 @pytest.fixture
 def little_time_and_memory():
-    """For tensors, whose memory is none of Python's."""
+    """Limits the memory of the process, because tracemalloc does not see the memory of tensors."""
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
     yield
     assert time.monotonic() - began < 30
@@ -187,7 +185,6 @@ def little_time_and_memory():
 @pytest.mark.filterwarnings("ignore:Sparse invariant")
 @pytest.mark.parametrize("kind", HUGE)
 def test_a_checkpoint_that_declares_too_large_tensors_is_refused_or_small(kind, little_time_and_memory, tmp_path):
-    """In whatever entry: most are refused, others take no memory."""
     build, number = HUGE[kind]
     huge, refused = build(number), 0
     optimizer = {"state": {0: {"exp_avg": huge}}, "param_groups": [{"params": [0], "lr": 0.1}]}
@@ -213,13 +210,12 @@ def test_a_tensor_of_endless_size_is_refused_by_every_reader(train, cli, little_
     for flags in (["--init-from"], ["--resume-from"], ["--eval-only", "--resume-from"]):
         status, _, (line,) = cli(*TINY, *flags, tmp_path / "bad.pth", "--save-dir", tmp_path / "new")
         assert status == 2 and "it needs far more memory than its size implies" in line
-    shutil.copy(tmp_path / "bad.pth", tmp_path / "run" / "last.pth")  # the same inode as the checkpoint itself
+    shutil.copy(tmp_path / "bad.pth", tmp_path / "run" / "last.pth")  # the newest checkpoint has the same inode
     (tmp_path / "run" / "manifest.json").unlink()
     assert cli(*TINY, "--save-dir", tmp_path / "run")[0] == 2
 
 
 def test_many_views_of_one_tensor_need_no_more_memory_than_their_file(tmp_path):
-    """As layers that share their weights, and a weight that is the other one transposed."""
     weight = torch.randn(1500, 1500)
     state = {f"layer{number}": weight for number in range(20)} | {
         "transposed": weight.T,
