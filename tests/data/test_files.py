@@ -1,4 +1,4 @@
-"""Folders and archives: the same files by the same names, read in any order or in one pass; and what is damaged."""
+"""Tests that folders and archives give the same files, and that damage is named."""
 
 import gzip
 import io
@@ -119,7 +119,7 @@ def test_names_of_paths_are_only_names(write, name, tmp_path) -> None:
 
 @pytest.mark.parametrize("kind", ["zip", "tar.gz"])
 def test_damage_is_named(kind, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(module, "_READ_BYTES", tarfile.RECORDSIZE)  # the last part ends where the archive does
+    monkeypatch.setattr(module, "_READ_BYTES", tarfile.RECORDSIZE)  # the last part ends with the archive
     path = WRITERS[kind](tmp_path / "data", VISIBLE)
     whole = path.read_bytes()
     flipped = bytearray(whole)

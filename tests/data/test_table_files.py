@@ -1,4 +1,4 @@
-"""One table in all the files that people have: each reader gets the same values, or the format is named."""
+"""Tests that one table in any file format gives the same values, or the format is named."""
 
 import bz2
 import gzip
@@ -77,7 +77,7 @@ def test_every_file_form_gives_the_same_table(path):
 
 
 def test_tables_and_interactions_in_any_format_are_read_equally(path, tmp_path):
-    if path.name == "blanks.csv":  # in which interactions have no quotes
+    if path.name == "blanks.csv":  # interactions separated by blanks cannot be quoted
         path.write_text(path.read_text().replace('"', "").replace("Zoë ", "Zoë").replace("Café ", "Café"))
     items = tuple(f"Café{k}" if "blanks" in path.name else f"Café {k}" for k in range(7))
     columns = {column.name: column.typed() for column in read_table(path).columns}
@@ -177,7 +177,7 @@ def test_json_numbers_keep_their_digits(tmp_path):
 
 
 class _Parquet:
-    """What the reader uses of pyarrow.parquet where that is not here; a file is the mark and a table as JSON."""
+    """Stands in for the parts of pyarrow.parquet that the reader uses; a file is the mark and a table as JSON."""
 
     def __init__(self, file):
         content = json.loads(file.read()[4:])
@@ -209,7 +209,7 @@ def test_parquet_needs_only_pyarrow(tmp_path, monkeypatch):
 
 
 def test_session_rows_with_event_types_are_read(tmp_path):
-    """OTTO's sessions."""
+    """OTTO publishes such rows."""
     path = tmp_path / "train.jsonl"
     events = [{"aid": k, "ts": 1_661_724_000_000 + 1000 * k, "type": "clicks"} for k in (3, 1, 2)]
     path.write_text("".join(json.dumps({"session": s, "events": events[: s + 2]}) + "\n" for s in range(2)))
@@ -283,7 +283,6 @@ def test_other_formats_are_refused_by_name(what, name, tmp_path):
 
 
 def test_the_right_file_of_training_and_test_archives_is_read(tmp_path):
-    """Kaggle's."""
     path = tmp_path / "titanic.zip"
     members = {"test.csv": "x\n1\n", "train.csv": "x,y\n2,a\n", "gender_submission.csv": "x,y\n3,b\n"}
     path.write_bytes(zipped(members))

@@ -24,7 +24,7 @@ def server(monkeypatch):
 
 @pytest.fixture
 def nobody_listens() -> str:
-    """An address at which nobody answers."""
+    """Yields an address at which nothing listens."""
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{reserved.getsockname()[1]}/file.zip"

@@ -1,4 +1,4 @@
-"""Random changes of windows against slow, obvious forms; what they depend on."""
+"""Tests the random augmentation of windows against slow references."""
 
 import numpy as np
 import pytest
@@ -66,7 +66,7 @@ def test_tempo_equals_interpolation_one_by_one() -> None:
 
 
 def test_tempos_cover_their_range() -> None:
-    """A ramp tells its slope."""
+    """The slope of an augmented ramp is its tempo."""
     ramp = np.tile(np.arange(128, dtype=np.float32), (2000, 9, 1))
     augment = WindowAugmenter(Augmentation(0.0, 0.0, 0.15, 0.0), np.ones(9), seed=0)
     slopes = np.diff(augment(ramp, 0, np.arange(2000))[:, :, 60:68], axis=2)

@@ -1,4 +1,4 @@
-"""Downloads from a real server on this machine: whole, broken, wrong, absent, and by two processes at once."""
+"""Tests downloads from a local server: complete, broken, wrong, missing, and by two processes at once."""
 
 import subprocess
 import sys
@@ -38,7 +38,7 @@ def verify_content(path: Path) -> None:
 
 
 class RecordedProgress(list):
-    """[address, bytes to come, bytes that came] of every download that began."""
+    """List of [address, expected bytes, received bytes], one per download that began."""
 
     @contextmanager
     def __call__(self, address: str, num_bytes: int | None, file: IO[bytes]):
@@ -214,7 +214,7 @@ except UserError as error:
 
 
 def fetch_in_two_processes(target: Path, address: str) -> list[str]:
-    """What each of them said in the end."""
+    """Returns what each process printed."""
     command = [sys.executable, "-c", FETCH, address, str(target)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     processes = [subprocess.Popen(command, cwd=ROOT, **pipes) for _ in range(2)]
@@ -241,14 +241,14 @@ def test_one_process_downloads_when_the_other_has_failed(server, target) -> None
     assert len(server.requests) == 2
 
 
-# What is shown
+# Console output
 
 
 def test_the_console_reports_downloads(server, target, capsys) -> None:
     fetch([server.address()], target, verify_content, show_download)
     shown = capsys.readouterr()
     assert shown.out == f"Downloading {server.address()}, 0.3 MB\n"
-    assert shown.err == ""  # no bar without a terminal
+    assert shown.err == ""  # no progress bar without a terminal
 
 
 def test_a_terminal_shows_a_bar(server, target, capsys, monkeypatch) -> None:

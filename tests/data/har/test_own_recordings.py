@@ -1,4 +1,4 @@
-"""A user's own recordings: CSV cut into windows as a slow loop cuts them, or refused with one message."""
+"""Tests that users' own CSV recordings are cut into windows, or refused with one message."""
 
 import csv
 import gzip
@@ -20,7 +20,7 @@ NAMES = ["time", "heart_rate", "acc_z", "acc_x", "acc_y", "subject", "activity"]
 
 
 def rows_of(bouts, seed=0):
-    """Lines of (subject, activity, how many rows) after one another; the numbers say where each was."""
+    """Returns rows [index, four random values, subject, activity] for each (subject, activity, number of rows)."""
     rng, rows = np.random.default_rng(seed), []
     for subject, activity, num in bouts:
         for _ in range(num):
@@ -43,7 +43,7 @@ def load(tmp_path):
 
 
 def has_row(loaded, *cells):
-    """Whether the table of columns has a row of these patterns."""
+    """Returns whether the table of columns has a row whose cells match the patterns."""
     return any(re.fullmatch(" +".join(cells), line.strip()) for line in loaded.remarks)
 
 
@@ -84,7 +84,7 @@ def test_no_window_crosses_files_of_a_folder(load, tmp_path):
     found = load(folder).recordings
     assert are_own(folder) and len(found.signals) == 4
     assert [found.name_of(s) for s in found.subjects] == ["a", "a", "a", "b"]
-    assert found.signals[2, 2, 0] == np.float32(float(rows_of([("a", "sit", 1)], 2)[0][2]))  # acc_z, wherever it stands
+    assert found.signals[2, 2, 0] == np.float32(float(rows_of([("a", "sit", 1)], 2)[0][2]))  # acc_z
 
 
 def test_a_folder_with_only_hidden_tables_contains_no_table(tmp_path):
@@ -123,7 +123,6 @@ def test_clocks_and_label_copies_are_not_channels(load, tmp_path):
     ],
 )
 def test_a_column_without_motion_is_not_a_channel(load, tmp_path, values, why):
-    """Whatever it is called: it starts anew in each recording, or stands still at times."""
     names = ["level", "acc", "subject", "activity"]
     rows = [[values(i), i % 3, "p", "ab"[i // 12]] for i in range(24)]
     path = write(tmp_path / "mine.csv", rows, names)
@@ -142,7 +141,7 @@ NO_SIGNALS = [
 
 
 def test_columns_named_like_places_or_devices_are_not_channels(load, tmp_path):
-    """And texts are none by what they are. What only holds such a word stays."""
+    """A name that only contains such a word (acc_lateral contains lat) stays a channel."""
     kept = ["acc_lateral", "platform_x", "relative_altitude"]
     names = [*NO_SIGNALS, *kept, "subject", "activity"]
     rows = [[*(i * 7 % 5 for _ in NO_SIGNALS[1:]), "Pixel 7", *(i * 7 % 5 for _ in kept), "p", "ab"[i // 12]]
@@ -154,7 +153,7 @@ def test_columns_named_like_places_or_devices_are_not_channels(load, tmp_path):
 
 
 def test_spellings_of_a_name_are_one_class_and_one_person(load, tmp_path):
-    """As pandas writes numbers with and without gaps; a letter and its capital may be two codes."""
+    """pandas writes 1 as 1.0 if its column has empty cells. Letters that differ by case may be two codes."""
     folder = tmp_path / "folder"
     folder.mkdir()
     bouts = {
@@ -175,7 +174,7 @@ def test_spellings_of_a_name_are_one_class_and_one_person(load, tmp_path):
 
 
 def clocks(style):
-    """The cell of a clock of 50 rows a second in row k."""
+    """Returns a function that writes the time of row k, at 50 rows per second."""
     return lambda k: style.format(s=k * 0.02, ms=k * 20, ns=k * 20_000_000, row=k)
 
 
@@ -193,7 +192,7 @@ SPELLINGS = [
 
 @pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda spelling: "-".join(map(str, spelling.values()))[:30])
 def test_one_data_set_in_many_formats_is_read_equally(load, tmp_path, spelling):
-    """Windows, channels, people and classes are those of the plain file; but classes that are all written 1.0 stay."""
+    """Class names that all end in .0 keep this ending."""
 
     def wrote(folder, spelling):
         style = PLAIN | spelling
@@ -226,7 +225,7 @@ def test_one_data_set_in_many_formats_is_read_equally(load, tmp_path, spelling):
 
 
 def timed(people, length=30):
-    """Rows of (name, rows a second), each in two activities."""
+    """Returns rows [time in s, value, name, activity] in two activities for each (name, rows per second)."""
     return [
         [f"{k / rate:.4f}", k % 7, name, activity]
         for name, rate in people
@@ -245,7 +244,7 @@ def test_people_at_different_rates_are_refused_by_name(load, tmp_path):
     with pytest.raises(UserError, match=r"\(a: 50 rows per second; all others: 25\)"):
         load(write(path, halves, names))
     write(path, [[index, *rest] for index, (_, *rest) in enumerate(halves)], names)
-    assert load(path).rate_hz is None  # numbers of rows tell no rate
+    assert load(path).rate_hz is None  # row numbers do not tell the rate
 
 
 def test_recordings_of_a_person_at_another_rate_are_reported(load, tmp_path):
@@ -260,7 +259,7 @@ def test_recordings_of_a_person_at_another_rate_are_reported(load, tmp_path):
 
 
 def dated(style, day=31):
-    """Two activities of 20 rows at 50 a second, the first with a gap after 10."""
+    """Returns two activities of 20 rows at 50 rows per second, the first with a gap of 5 s after 10 rows."""
     rows = []
     for k in range(40):
         second = k * 0.02 + 5 * (k >= 10)
@@ -280,7 +279,7 @@ def dated(style, day=31):
 )
 @pytest.mark.parametrize("name", ["time", "measured"])
 def test_date_clocks_show_gaps_and_the_rate(load, tmp_path, style, name):
-    """Also where day and month cannot be told apart, as long as that makes no difference."""
+    """The order of day and month does not matter if all rows have the same date."""
     for day in (31, 4):
         loaded = load(write(tmp_path / "mine.csv", dated(style, day), [name, "acc", "subject", "activity"]))
         assert "divided at 1 gaps" in " ".join(loaded.remarks)
@@ -304,7 +303,7 @@ def test_an_unreadable_clock_is_reported(load, tmp_path):
         "clock",
         "cannot be read: its value 'half past' is not a time",
     )
-    # From 3/4 to 4/4 is a day or a month.
+    # From 3/4 to 4/4 is either a day or a month.
     midnight = [[f"{3 + (k >= 10)}/4/2024 {'23:59' if k < 10 else '00:00'}:{k % 10 + 50 * (k < 10):02}", *rest]
                 for k, (_, *rest) in enumerate(rows)]  # fmt: skip
     assert "its value '3/4/2024 23:59:50' can begin with the day or the month, so gaps" in " ".join(
@@ -313,7 +312,7 @@ def test_an_unreadable_clock_is_reported(load, tmp_path):
 
 
 def test_rows_out_of_clock_order_are_reported(load, tmp_path):
-    """But for a clock that starts anew, one that another one explains, and what is no number."""
+    """No warning comes for clocks that restart, cross 10:00, have an empty cell or show the milliseconds of another."""
     names = ["time", "acc", "subject", "activity"]
     rows = [[i, i % 3, "p", "ab"[i // 12]] for i in range(24)]
     rows[3:6], rows[15:17] = rows[5:2:-1], rows[16:14:-1]
@@ -331,7 +330,7 @@ def test_rows_out_of_clock_order_are_reported(load, tmp_path):
 
 
 def test_unordered_rows_are_refused(load, tmp_path):
-    """In new recordings too; also by a clock of whole seconds, beside a date that never changes."""
+    """The second clock repeats each value, beside a date that never changes."""
     names, wanted = ["time", "acc", "subject", "activity"], WindowFormat(("acc",), ("sit", "walk"), 10, 10, 50.0)
     for rate, first in ((25, names), (0.5, ["date", *names])):
         rows = [
@@ -350,7 +349,7 @@ def test_unordered_rows_are_refused(load, tmp_path):
 
 
 def test_no_window_spans_a_gap_or_two_trials(load, tmp_path):
-    """A clock with jitter, and one that starts anew with each trial."""
+    """Person p has a jittering clock with a gap at row 17; person q has two trials without a gap between them."""
     names = ["time_ms", "acc", "trial", "subject", "activity"]
     rng = np.random.default_rng(0)
     rows = [[20 * i + int(rng.integers(9)) + (9000 if i >= 17 else 0), i, "1", "p", "walk"] for i in range(40)]
@@ -372,7 +371,7 @@ def test_a_column_of_dates_is_a_clock(load, tmp_path):
 
 
 def test_a_clock_of_whole_seconds_gives_the_sampling_rate(load, tmp_path):
-    """From its first rise to its last: what stands before and behind is no whole second."""
+    """Rows before the clock's first change and after its last one must not count: they would give a higher rate."""
     names = ["time", "acc", "subject", "activity"]
     rows = [[100 + i // 50, i, "p", "walk" if i < 200 else "sit"] for i in range(400)]
     assert load(write(tmp_path / "mine.csv", rows, names), channels=("acc",)).rate_hz == 50
@@ -385,7 +384,7 @@ def test_missing_channels_are_named_with_their_flag(load, tmp_path):
 
 
 def test_the_finest_clock_shows_gaps(load, tmp_path):
-    """A day that begins amid a recording, and a clock of tenths of a second beside 50 rows a second."""
+    """A clock of tenths of a second at 50 rows per second has its gap where the date changes."""
     names = ["date", "time", "acc", "subject", "activity"]
     rows = [[20240531 + (i >= 20), i // 5 / 10 + 500 * (i >= 20), i, "pq"[i >= 40], "ab"[i >= 40]] for i in range(80)]
     loaded = load(write(tmp_path / "mine.csv", rows, names), channels=("acc",))
@@ -510,7 +509,7 @@ def test_unusable_tables_are_refused(load, tmp_path, change, message):
 
 
 def with_holes(tmp_path, holes, name="mine.csv"):
-    """200 rows of a line and a wave by one person a half each, without the cells (row, column) of holes."""
+    """Writes 200 rows of a ramp and a wave, 100 per person, with empty cells at the (row, column) of holes."""
     rows = [[k, k / 4, (k * 7) % 11, "ab"[k // 100], ("sit", "walk")[k // 50 % 2]] for k in range(200)]
     for row, column in holes:
         rows[row][column] = ""
@@ -519,7 +518,7 @@ def with_holes(tmp_path, holes, name="mine.csv"):
 
 @pytest.mark.parametrize("on_bad", ["drop", "interpolate"])
 def test_rows_with_empty_cells_are_dropped_or_filled_in(load, tmp_path, on_bad):
-    """Short holes of the wave are filled in; the long hole, one at an end and a row without a subject are not."""
+    """Interpolation fills short holes of the wave, but not a long one, one at the end or a row without a subject."""
     short, long = [(k, 2) for k in (10, 30, 31)], [(k, 2) for k in range(110, 140)]
     holes = [*short, *long, (199, 1), (60, 3)]
     path = with_holes(tmp_path, holes)

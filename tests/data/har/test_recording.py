@@ -1,4 +1,4 @@
-"""Files with new recordings: read as windows, or refused with one message that names the place of the mistake."""
+"""Tests that new recordings are read as windows, or refused with one message that names the place of the mistake."""
 
 import gzip
 import io
@@ -56,7 +56,7 @@ def test_a_recording_longer_than_a_parsed_block_is_read(tmp_path):
         (2, 1 / 9.80665, "as g instead of m/s²"),
         (1, 57.3, "as degrees instead of radians"),
         (1, 1000, "as thousandths instead of whole units"),
-        (1, 0.01, ""),  # little motion, as of one who rests
+        (1, 0.01, ""),  # little motion, as at rest
         (2, -1, ""),  # upside down
     ],
 )
@@ -69,7 +69,7 @@ def test_numbers_in_other_units_are_reported(sensor, factor, says, windows):
 
 
 def recorded(path, people, rate=50.0, names=("t", "who"), clock=lambda time: f"{time:.3f}", gap=0):
-    """A file with the channel a: (person, number of rows) after one another, and a hole of so many rows in each."""
+    """Writes the channel a for each (person, number of rows), with a gap of `gap` rows in the middle of each."""
     rows = []
     for person, num in people:
         for k in range(num):
@@ -101,7 +101,7 @@ def test_times_follow_the_clock(tmp_path):
 
 @pytest.mark.parametrize("begin", [0, 1_700_000_000])
 def test_times_are_kept_per_person_and_trial(begin, tmp_path):
-    """The clock starts again with each person and trial, and has gaps."""
+    """The clock restarts with each person and trial, and has gaps."""
     path, names = tmp_path / "new.csv", ("time", "session")
     stretches = [("1", 20), ("2", 20), ("1", 20)]
     recorded(path, stretches, rate=48.0, names=names, clock=lambda time: f"{begin + time:.3f}", gap=500)
@@ -155,7 +155,7 @@ def test_labels_are_ignored_and_an_unreadable_clock_is_reported(tmp_path):
     assert "the column time has the name of a clock, but its value 'noon' is not a time" in windows.remarks[1]
 
 
-# --- what is refused ---------------------------------------------------------------------------------------------
+# Refused files
 
 
 def refuse_file(path, message):
@@ -190,7 +190,7 @@ def test_an_error_in_a_recording_is_named(line, column, field, message, windows,
 
 
 def test_an_error_far_down_the_file_is_named_by_its_line(tmp_path):
-    """Below what is parsed at once, and below a blank line."""
+    """The error lies below the first block that is parsed, and below a blank line."""
     path = save_recording(tmp_path / "walk.csv", np.zeros((6000, 9)))
     lines = path.read_text().splitlines()
     lines[5000] = lines[5000].replace("0", "?", 1)
@@ -258,7 +258,7 @@ def test_files_without_an_array_are_refused(windows, tmp_path):
         whole[:5000]: "is damaged (",
         whole[:50]: "is damaged (",
         b"PK\x03\x04 cut off": "is damaged (",
-        whole[:60] + b"((" + whole[62:]: "is damaged (",  # the header is Python, which goes on in the next line
+        whole[:60] + b"((" + whole[62:]: "is damaged (",  # opens parentheses in the header, a Python literal
         b"plain text": "contains Python objects or is not a .npy file; no code in the file was run",
         pickle.dumps(Malicious(created)): "contains Python objects",
         pickled.getvalue(): "contains Python objects",

@@ -1,5 +1,3 @@
-"""The synthetic recordings: their shape, and that a network learns more of them than a linear model."""
-
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,3 @@
-"""UCI HAR: every form of the data set, every mistake in it, and the published one."""
-
 import os
 import zipfile
 from pathlib import Path
@@ -12,7 +10,7 @@ from data.har.uci_har import load_uci_har
 from tests.helpers.uci_har_files import assert_is_the_layout, zip_folder, zip_in_zip
 from trainer.common.errors import UserError
 
-# Every form of the data set
+# Forms of the data set
 
 
 def test_the_data_folder_or_its_parent_is_accepted(layout, cache_dir) -> None:
@@ -44,7 +42,7 @@ def test_changed_files_are_reread(layout, cache_dir) -> None:
     assert (first.labels[0], second.labels[0]) == (0, 1)
 
 
-# Every mistake in it
+# Mistakes in the data set
 
 
 def edit_line(file: Path, line: int, change) -> None:

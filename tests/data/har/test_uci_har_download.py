@@ -1,4 +1,4 @@
-"""`--download`: UCI HAR as published, with other contents, already there, and without a network."""
+"""Tests `--download` with published, other and existing contents, and without a network."""
 
 import hashlib
 import os
@@ -65,7 +65,7 @@ def test_existing_uci_har_is_verified_and_kept(layout, tmp_path, nobody_listens,
     file.write_bytes(content)
     if not zipped:
         os.utime(file, ns=(changed, changed))
-        download_uci_har(*arguments)  # not read again, since size and time are those that were verified
+        download_uci_har(*arguments)  # not read again: size and time are the verified ones
     os.utime(file, ns=(changed + 1, changed + 1))
     with pytest.raises(UserError, match=r"^--data-dir .*y_train.txt: is not the published file .* Delete this file"):
         download_uci_har(*arguments)
@@ -87,7 +87,7 @@ def test_the_official_recordings_have_the_official_checksums(server, tmp_path) -
 
 @pytest.fixture
 def no_network(monkeypatch, nobody_listens) -> None:
-    """Whatever the machine has: https goes by way of a proxy, and there is none at its address."""
+    """Sends https through a proxy address at which nothing listens."""
     monkeypatch.setenv("https_proxy", nobody_listens.removesuffix("/file.zip"))
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
@@ -107,7 +107,7 @@ def test_without_a_network_one_message_gives_advice(no_network, tmp_path, capsys
 
 
 def test_the_flag_verifies_existing_files(layout, tmp_path) -> None:
-    """By the official checksums, which generated files do not have."""
+    """Generated files do not have the official checksums."""
     for flags, cache_dir in (
         (HarFlags(download=True, data_dir=layout), tmp_path / "cache"),
         (HarFlags(download=True), tmp_path),

@@ -1,4 +1,4 @@
-"""Who is trained on, held out and tested on, and the statistics of their windows."""
+"""Tests the split of windows by subject, and their statistics."""
 
 from itertools import chain
 

@@ -1,5 +1,3 @@
-"""Damaged files of interactions are read or refused; nothing else comes out."""
-
 import random
 from itertools import cycle
 
@@ -39,7 +37,7 @@ def test_a_damaged_log_is_read_or_refused(name, tmp_path) -> None:
             assert read.offsets[-1] == len(read.items)
             assert read.items.min() >= 1 and read.items.max() == read.num_items == len(read.item_ids)
             assert all("\n" not in line and "\x1b" not in line for line in read.remarks)
-    assert num_read > COUNT // 10  # or damage is all that is tried
+    assert num_read > COUNT // 10  # enough mutations must stay readable
     assert [file.name for file in folder.iterdir()] == [name]
 
 

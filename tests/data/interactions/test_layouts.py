@@ -1,4 +1,4 @@
-"""Layouts of interactions beyond one clean file: parts in files of their own, bad lines, dates with day and month."""
+"""Tests interactions in separate files for training and test, with bad lines and with ambiguous dates."""
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ def test_separate_files_define_the_split(form, in_zip, load, tmp_path):
     assert any("The files define the held-out interactions: 3 of " in remark for remark in found.remarks)
     with pytest.raises(UserError, match=r"--split ratio .*: the files for training and test define the split"):
         HoldOut("ratio").bounds(found)
-    if found.times is not None:  # the test of b came before its training
+    if found.times is not None:  # b's test interaction is older than its training one
         assert scaled_times(found, found.times).min() == 1
 
 

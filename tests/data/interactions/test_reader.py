@@ -1,5 +1,3 @@
-"""Interactions: every form of a file, every mistake in it, the order in time, the k-core, the cache."""
-
 import gzip
 import os
 from pathlib import Path
@@ -13,7 +11,7 @@ from data.interactions.reader import Interactions, load_interactions
 from tests.helpers.archives import tarred, zipped
 from trainer.common.errors import UserError
 
-# User, item, rating, time. Not in order of time; the order of users and items by number is not the one by text.
+# (user, item, rating, time) in no order of time. Users and items sort differently as numbers and as text.
 NOON = 978_300_000
 LINES = [
     (10, 30, 5, NOON + 300),
@@ -23,7 +21,7 @@ LINES = [
     (2, 30, 2, NOON + 50),
     (10, 30, 5, NOON + 200),
 ]
-# By user; items renamed 7 -> 1, 30 -> 2, 200 -> 3.
+# Items per user, renumbered 7 -> 1, 30 -> 2, 200 -> 3.
 ITEMS = [[2, 3, 1], [3, 2, 2]]
 TIMES = [[NOON + t for t in row] for row in ([50, 150, 150], [100, 200, 300])]
 
@@ -35,7 +33,7 @@ def fresh_cache(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def load(tmp_path: Path, fresh_cache: Path):
-    """Writes a file and reads it as interactions."""
+    """Returns a function that writes a file and reads it as interactions."""
 
     def run(content: str | bytes, name: str = "file.txt", k_core: int = 1, **columns: str) -> Interactions:
         path = tmp_path / name
@@ -46,7 +44,7 @@ def load(tmp_path: Path, fresh_cache: Path):
 
 
 def text(columns: str, separator: str = " ", end: str = "\n") -> str:
-    """LINES as a file; columns: which, by first letter."""
+    """Returns the columns of LINES with the given first letters as a file."""
     chosen = ["uirt".index(letter) for letter in columns]
     return "".join(separator.join(str(line[c]) for c in chosen) + end for line in LINES)
 
@@ -64,7 +62,7 @@ def assert_are_the_lines(interactions: Interactions) -> None:
     assert interactions.items.dtype == np.int32
 
 
-# Every form of a file
+# File formats
 
 
 DAYS = [(user, item, 18_000 + (7 * user + 3 * item) % 40) for user in range(1, 7) for item in range(user, user + 5)]
@@ -103,7 +101,7 @@ def test_one_log_in_any_format_is_read_equally(load, form, draw) -> None:
     packed = gzip.compress if rng.random() < 0.3 else bytes
     interactions = load(packed(content.encode()), f"log.csv{'.gz' * (packed is gzip.compress)}")
     ordered = sorted(DAYS, key=lambda line: (line[0], line[2]))
-    assert interactions.items.tolist() == [item for _, item, _ in ordered]  # items 1, 2, ... all occur
+    assert interactions.items.tolist() == [item for _, item, _ in ordered]  # every item keeps its number
     assert interactions.times.tolist() == [86400 * day for _, _, day in ordered]
 
 
@@ -151,7 +149,7 @@ def test_lines_may_cross_blocks(load, monkeypatch) -> None:
 
 @pytest.mark.parametrize("others", [["2024-01-05"], ["20240301", "2024-01-05"], [str(NOON), "2024-01-05"]])
 def test_times_have_one_kind_in_a_column(load, monkeypatch, others) -> None:
-    """Also where the kinds meet at the border of two blocks, or within one."""
+    """The kinds differ across the border of two blocks, or within one."""
     monkeypatch.setattr(module, "_ROWS_AT_ONCE", 4)
     times = [*["20240301"] * 4, *others]
     line = 2 + times.index("2024-01-05")
@@ -235,7 +233,7 @@ def test_yyyymmdd_numbers_are_days(load) -> None:
         ("0.0 20240131.0 20240201.0", ["1970-01-01", "2024-01-31", "2024-02-01"]),
         ("202401312350 202402010010 202402030000", ["2024-01-31T23:50", "2024-02-01T00:10", "2024-02-03"]),
         ("20240131235000.0 20240201001000.0 20240203000000.0", ["2024-01-31T23:50", "2024-02-01T00:10", "2024-02-03"]),
-        ("197605312350 197605312360 197605312370", ["1976-04-06T02:21:52"] * 3),  # milliseconds: no minute is 60
+        ("197605312350 197605312360 197605312370", ["1976-04-06T02:21:52"] * 3),  # milliseconds, since no minute is 60
     ],
 )
 def test_yyyymmdd_dates_are_recognised_as_floats_and_beside_zeros(load, times, seconds) -> None:
@@ -329,7 +327,7 @@ def test_a_zip_or_folder_with_one_plausible_file_is_read(load, fresh_cache, tmp_
     ] == []
 
 
-# Which column is what
+# Finding the columns
 
 
 @pytest.mark.parametrize(
@@ -424,7 +422,7 @@ def test_columns_are_reported_and_few_times_cause_a_warning(load) -> None:
     )
 
 
-# Mistakes
+# Invalid files
 
 
 HEAD = "user item time\n"

@@ -1,4 +1,4 @@
-"""Histories and held-out items against slow per-user references; exactness and independence of the negatives."""
+"""Tests histories, held-out items and negatives against slow references per user."""
 
 import os
 from collections import Counter
@@ -33,11 +33,11 @@ def from_lists(items: list[list[int]], times: list[list[int]] | None, num_items:
 
 
 def random_lists(num_items: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Users with 0 to 15 interactions, repetitions and equal times among them."""
+    """Returns items and times of users with 0 to 15 interactions, some with repeated items or equal times."""
     rng = np.random.default_rng(0)
     counts = [0, 1, 2, 3, 4, 15, 8, 7, *rng.integers(1, 16, 40).tolist()]
     items = [rng.integers(1, num_items + 1, n).tolist() for n in counts]
-    # User 4 has the same time four times; the smallest gap of user 5 is that between validation and test.
+    # User 4 has the same time four times; the smallest gap of user 5 lies between validation and test.
     times = [np.sort(rng.choice(40, n)).cumsum().tolist() for n in counts]
     times[4] = [77] * 4
     times[5] = [*(10 * t + t % 3 for t in range(14)), 132]
@@ -179,7 +179,7 @@ def test_absent_or_unrequested_fields_are_missing(make) -> None:
     ("negatives", "eval_negatives", "whole_histories"),
     [
         (Negatives(2, per_position=True), "parity", False),
-        (Negatives(70, per_position=True), "unseen", True),  # more of a sample than there are items
+        (Negatives(70, per_position=True), "unseen", True),  # more draws than items
         (Negatives(9, per_position=False), "clean", True),
         (None, "parity", False),
     ],
@@ -216,7 +216,7 @@ def test_a_split_may_have_no_user_to_evaluate(make) -> None:
 
 
 def slow_shares(kind: str, val_share: float, test_share: float) -> list[tuple[int, int]]:
-    """How many of each user's interactions are training, and training or validation."""
+    """Returns per user the end of the training part and the end of the validation part."""
     everything = sorted(t for row in TIMES for t in row)
     begin = [everything[int(len(everything) * (1 - share))] for share in (val_share + test_share, test_share)]
     found = []
@@ -250,7 +250,7 @@ def test_held_out_shares_equal_a_slow_reference(make, kind) -> None:
             assert batch["items"][i].tolist() == pad(history, MAXLEN)
             assert set(batch["seen"][i].tolist()) - {0} == seen
         of_one_user = batch["candidates"][data[name].users == np.bincount(data[name].users).argmax()]
-        assert len(np.unique(of_one_user, axis=0)) == len(of_one_user) > 1  # each has a draw of its own
+        assert len(np.unique(of_one_user, axis=0)) == len(of_one_user) > 1  # every target has its own draw
 
 
 def test_training_items_precede_held_out_items_in_time(make) -> None:
@@ -317,7 +317,7 @@ def test_table_and_search_agree_for_many_users() -> None:
 
 
 def test_training_negatives_are_new_items_only_at_real_positions(make) -> None:
-    for num in (1, 70):  # less and more draws than there are items
+    for num in (1, 70):  # fewer and more draws than items
         train = make(negatives=Negatives(num, per_position=True))["train"]
         batch = whole(train)
         assert batch["negatives"].shape == (len(train), MAXLEN, num)
@@ -393,7 +393,7 @@ def test_candidates_exclude_only_training_and_seen_items(make, kind, name, held_
             drawn[user] |= set(row)
             repeated |= len(set(row)) < 100
     assert repeated
-    for user in EVALUATED:  # in 4,000 draws each of at most 130 items occurs
+    for user in EVALUATED:  # 4,000 draws cover all of at most 130 items
         assert drawn[user] == set(range(1, 131)) - set(ITEMS[user][: len(ITEMS[user]) - held_back])
 
 

@@ -27,9 +27,9 @@ def arrays():
 
 @pytest.fixture(scope="module")
 def leaps(arrays):
-    """Every item that continues neither of the two before it, where there are two before and one after; (m,) each.
+    """Returns, in arrays of shape (m,), every item that continues neither of the two items before it.
 
-    before, item, following: what was watched. in_visit: the gap before `item` is short.
+    before and following are its neighbours; in_visit tells whether the gap before the item is short.
     """
     items, offsets = arrays["items"].astype(np.int64), arrays["offsets"]
     user = np.repeat(np.arange(NUM_USERS), np.diff(offsets))
@@ -49,13 +49,13 @@ def topic(items):
 
 
 def follows(later, earlier):
-    """Among the next three of the series: one may be skipped, one may have been seen."""
+    """Returns whether `later` is one of the next three items in the series of `earlier`."""
     ahead = later - earlier
     return (topic(later) == topic(earlier)) & (ahead >= 1) & (ahead <= 3)
 
 
 def test_the_content_matches_its_digest_and_is_cached(arrays, cache_dir) -> None:
-    # A change of the content needs another _FORMAT_VERSION, or old caches pass for the new content.
+    # Changed content needs a new _FORMAT_VERSION; otherwise old caches are read.
     assert {name: hashlib.sha256(array.tobytes()).hexdigest()[:16] for name, array in arrays.items()} == CONTENT
     interactions = load_synthetic_interactions(cache_dir)
     assert interactions.times is not None
@@ -102,7 +102,7 @@ def test_interests_differ_between_users_and_drift(arrays) -> None:
 
     stranger = overlap(early, np.roll(early, 1, axis=0))
     assert stranger + 0.1 < overlap(early, late) < overlap(early, middle) - 0.1
-    # Series that come to their end would by themselves leave an overlap of 0.35.
+    # The ends of the series alone would give an overlap of 0.35.
     assert overlap(early, late) < 0.32
 
 
@@ -117,7 +117,7 @@ def test_times_are_sorted_and_gaps_are_short_or_long(arrays) -> None:
     for start, end in pairwise(offsets):
         gaps = np.diff(times[start:end])
         assert gaps.min() >= SHORT_GAPS[0] * PACE_S[0]
-        # Scaled as models see them: by the user's smallest gap, which is close to the pace, not below it.
+        # Models divide gaps by the user's smallest gap, which is close to the pace and not below it.
         scaled = gaps / gaps.min()
         is_long = scaled > 10
         assert scaled[~is_long].max(initial=1) <= SHORT_GAPS[1] + 0.01
@@ -132,7 +132,7 @@ def test_the_gap_determines_which_thread_continues(leaps) -> None:
     in_visit = leaps["in_visit"]
     own_sequel = follows(leaps["following"], leaps["item"])
     sequel_of_before = follows(leaps["following"], leaps["before"])
-    # The two kinds are about equally frequent: without the gap it would be a guess.
+    # Both kinds are about equally frequent, so that the thread is a guess without the gap.
     assert 0.7 < in_visit.sum() / (~in_visit).sum() < 1.4
     assert own_sequel[in_visit].mean() > 0.65 and own_sequel[~in_visit].mean() < 0.1
     assert sequel_of_before[~in_visit].mean() > 0.65 and sequel_of_before[in_visit].mean() < 0.1
@@ -144,7 +144,7 @@ def test_the_jump_alone_hardly_predicts_the_thread(leaps) -> None:
         np.bincount(position[chosen], minlength=ITEMS_PER_TOPIC) / chosen.sum()
         for chosen in (leaps["in_visit"], ~leaps["in_visit"])
     )
-    assert np.abs(in_visit - opener).sum() / 2 < 0.12  # a guess by it is right at most 56 % of the time
+    assert np.abs(in_visit - opener).sum() / 2 < 0.12  # a guess from the jump is right at most 56 % of the time
 
 
 def test_threads_of_items_continue_for_several_items(arrays) -> None:

@@ -1,4 +1,4 @@
-"""A small catalogue with all that is awkward: users without items, triples in parallel, an item that nobody has."""
+"""Provides a small catalogue with a user without items, parallel triples and an item that nobody has."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,3 @@
-"""The edges against a dictionary that is filled one by one."""
-
 from collections import Counter
 from dataclasses import replace
 
@@ -9,7 +7,7 @@ from data.knowledge_graph.edges import collaborative_graph
 
 
 def slow_edges(catalogue) -> Counter:
-    """(head, tail, relation) -> how often."""
+    """Returns how often each (head, tail, relation) occurs."""
     edges = Counter()
     for user in range(catalogue.num_users):
         for item in catalogue.train.of(user).tolist():

@@ -1,5 +1,3 @@
-"""Damaged data sets with a knowledge graph are read or refused; nothing else comes out."""
-
 import numpy as np
 import pytest
 

@@ -1,5 +1,3 @@
-"""Catalogues from files: both layouts in every form, every mistake in them, the cache, the real data."""
-
 import gzip
 import io
 import os
@@ -51,7 +49,7 @@ def encoded(content: str | bytes) -> bytes:
 
 @pytest.fixture
 def load(tmp_path: Path):
-    """Writes the files into a folder, or one into a file, and reads them as a catalogue."""
+    """Returns a function that writes files into a folder, or bytes into one file, and reads them as a catalogue."""
 
     def run(files: dict[str, str | bytes] | bytes, name: str = "set", **settings) -> Catalogue:
         path = tmp_path / name
@@ -72,7 +70,7 @@ def as_lists(lists: ItemLists) -> list[list[int]]:
 
 
 def changed(**files: str | None) -> dict[str, str]:
-    """The files of KGAT with others in place of some, or without them."""
+    """Returns the files of KGAT with some replaced, or removed if None."""
     names = {name.partition(".")[0]: name for name in KGAT}
     changes = {names.get(name, f"{name}.txt"): content for name, content in files.items()}
     return {name: content for name, content in (KGAT | changes).items() if content is not None}
@@ -84,7 +82,7 @@ def assert_same(one: Catalogue, other: Catalogue) -> None:
         np.testing.assert_array_equal(array, other.arrays[name], err_msg=name)
 
 
-# Both layouts
+# Layouts
 
 
 def test_the_kgat_layout_is_read(load) -> None:
@@ -138,7 +136,7 @@ def test_ratings_are_split_by_user(load) -> None:
     parts = [as_lists(lists) for lists in (catalogue.train, catalogue.val, catalogue.test)]
     assert [sorted(chain(*lists)) for lists in zip(*parts, strict=True)] == positives  # none twice, none missing
     assert all(parts[0])
-    # Six each: 20 % are 1.2, and of the rest 25 %, rounded up now and then.
+    # Of six positives per user, 1.2 (20 %) are test items and 25 % of the rest validation items, rounded at random.
     assert {len(items) for items in parts[2]} == {1, 2} and 40 < len(catalogue.test) < 56
     assert {len(items) for items in parts[1]} == {1, 2} and 40 < len(catalogue.val) < 60
 
@@ -196,7 +194,7 @@ def test_every_user_keeps_an_item() -> None:
         assert rest.sizes.tolist() == [1, 1, 0, 1, 0] and as_lists(rest.joined_with(held_out)) == as_lists(lists)
 
 
-# Mistakes
+# Invalid files
 
 
 @pytest.mark.parametrize(

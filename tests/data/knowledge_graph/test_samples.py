@@ -1,4 +1,4 @@
-"""Samples against brute force: what is drawn, how often, and that the batch has no part in it."""
+"""Tests samples against brute force: what is drawn, how often, and that it does not depend on the batch."""
 
 import pickle
 from dataclasses import replace
@@ -24,7 +24,7 @@ def many_epochs(dataset, num_epochs: int) -> dict[str, np.ndarray]:
 
 
 def assert_uniform(drawn: np.ndarray, expected: list[int]) -> None:
-    """Nothing else is drawn, and all of it about equally often: chi-square within six standard deviations."""
+    """Asserts that all of expected, and nothing else, is drawn about equally often: within six standard deviations."""
     values, times = np.unique(drawn, return_counts=True)
     assert set(values.tolist()) <= set(expected)
     times = np.append(times, np.zeros(len(expected) - len(times)))
@@ -116,7 +116,7 @@ def test_triples_are_edges_and_negatives_are_not(catalogue) -> None:
     heads, relations, tails = edges.head, edges.relation, edges.tail
     for head in set(heads.tolist()):
         of_head = samples["head"] == head
-        # One number for each edge of the head, by which they are counted.
+        # Numbers each edge of the head in order to count it.
         drawn = samples["relation"][of_head] * edges.num_nodes + samples["tail"][of_head]
         assert_uniform(drawn, (relations[heads == head].astype(int) * edges.num_nodes + tails[heads == head]).tolist())
     for head, relation in {*zip(heads.tolist(), relations.tolist(), strict=True)}:
@@ -154,7 +154,7 @@ def test_users_to_rank_are_selected(catalogue) -> None:
 
 
 def without(row: np.ndarray, padding: int) -> list[int]:
-    """The row without its padding, all of which is at the end."""
+    """Returns the row without its padding, which must all be at the end."""
     kept = row[row != padding].tolist()
     assert row[: len(kept)].tolist() == kept
     return kept

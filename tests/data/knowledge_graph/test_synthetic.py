@@ -1,5 +1,3 @@
-"""The generated catalogue: what it contains, and that its graph tells what its interactions do not."""
-
 import hashlib
 
 import numpy as np
@@ -28,7 +26,7 @@ def load(cache_dir):
 
 
 def test_the_content_matches_its_digest() -> None:
-    # A change of the content needs another _FORMAT_VERSION, or old caches pass for the new content.
+    # Changed content needs a new _FORMAT_VERSION; otherwise old caches are read.
     found = {name: hashlib.sha256(array.tobytes()).hexdigest()[:16] for name, array in generate().items()}
     assert found == CONTENT
 
@@ -45,7 +43,7 @@ def test_content_of_the_catalogue(load) -> None:
     first = NUM_ITEMS + np.cumsum([0, *NUM_ENTITIES.values()])
     for relation, name in enumerate(RELATIONS):
         heads, _, tails = catalogue.triples[catalogue.triples[:, 1] == relation].T
-        assert len(np.unique(heads)) == len(heads)  # of each thing one author, one year, ...
+        assert len(np.unique(heads)) == len(heads)  # each head has one author, one year, ...
         is_author = (heads >= first[0]) & (heads < first[1])
         assert is_author.all() if name == "writes_for" else (heads < NUM_ITEMS).all()
         assert ((tails >= first[relation]) & (tails < first[relation + 1])).all()
@@ -60,12 +58,12 @@ def test_only_validation_depends_on_the_settings(load) -> None:
 
 
 def test_generated_tastes_follow_the_graph_except_for_distractors(load) -> None:
-    """How often a test item shares an entity with a training item of the user, beside an item of anybody's test set."""
+    """Compares how often a user's own and others' test items share an entity with the user's training items."""
     catalogue = load()
     strangers = np.roll(catalogue.test.items, len(catalogue.test) // 2)
     gain = {}
     for relation in (0, 1, 2, 4, 5):
-        name, entity = RELATIONS[relation], np.arange(-1, -NUM_ITEMS - 1, -1)  # an entity of its own where it has none
+        name, entity = RELATIONS[relation], np.arange(-1, -NUM_ITEMS - 1, -1)  # unique where an item has no entity
         heads, _, tails = catalogue.triples[catalogue.triples[:, 1] == relation].T
         entity[heads] = tails
         known = [set(entity[catalogue.train.of(user)]) for user in range(NUM_USERS)]

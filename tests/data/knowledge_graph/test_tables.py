@@ -1,5 +1,3 @@
-"""Catalogues from tables with names: CSV, JSON lines, RecBole's files."""
-
 import json
 
 import pytest
@@ -62,7 +60,7 @@ FORMS = {
 def test_interactions_and_a_graph_are_read(form, in_zip, load):
     found = load(FORMS[form], in_zip)
     assert (found.num_users, found.num_items, found.num_entities, found.has_graph) == (4, 8, 10, True)
-    assert named(found, found.test) == {(f"u{u}", f"i{(u + 4) % 9}") for u in range(4)}  # a fifth, the latest
+    assert named(found, found.test) == {(f"u{u}", f"i{(u + 4) % 9}") for u in range(4)}  # the latest fifth
     assert len(found.train) == 16 and found.relation_names == ("of", "in")
     triples = {(found.entity_name(h), found.relation_names[r], found.entity_name(t)) for h, r, t in found.triples}
     assert triples == {("i0", "of", "Rock"), ("i3", "of", "Rock"), ("Rock", "in", "Music")}
@@ -71,7 +69,7 @@ def test_interactions_and_a_graph_are_read(form, in_zip, load):
 
 @pytest.mark.parametrize("floats", ["interactions", "graph", "link", "users"])
 def test_whole_numbers_with_decimals_are_the_same_ids_in_every_file(floats, load, tmp_path):
-    """As pandas writes columns that once lacked a value."""
+    """pandas writes a column of integers with empty cells as floats."""
 
     def table(name, header, rows):
         end = ".0" if name == floats else ""
@@ -112,7 +110,7 @@ def test_the_user_names_a_time_column_of_unusual_name(load):
 
 
 def test_separate_files_define_the_split(load):
-    head, rows = "user,item,at\n", ["a,1,7\na,2,8\nb,1,9\n", "a,3,1\n", "b,3,1\n"]  # needs no times
+    head, rows = "user,item,at\n", ["a,1,7\na,2,8\nb,1,9\n", "a,3,1\n", "b,3,1\n"]  # times are ignored
     found = load(dict(zip(("train.csv", "valid.csv", "test.csv"), (head + row for row in rows), strict=True)))
     assert named(found, found.test) == {("b", "3")} and len(found.train) == 3
     with pytest.raises(UserError, match=r"more.csv, test.csv, train.csv, valid.csv could each be the interactions;"):

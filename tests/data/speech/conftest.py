@@ -1,5 +1,3 @@
-"""Sound files to read."""
-
 import io
 import struct
 import wave
@@ -9,7 +7,7 @@ import pytest
 
 
 def wav(samples, rate=8000):
-    """int16 samples, (length,) or (length, channels), as the content of a wav."""
+    """Returns the content of a WAV file with int16 samples of shape (length,) or (length, channels)."""
     buffer = io.BytesIO()
     with wave.open(buffer, "wb") as file:
         file.setnchannels(1 if samples.ndim == 1 else samples.shape[1])
@@ -20,7 +18,7 @@ def wav(samples, rate=8000):
 
 
 def riff(codec, bits, channels, data, rate=8000, extension=b"", size=None):
-    """The content of a wav, byte by byte as the format says."""
+    """Returns the content of a WAV file, built byte by byte."""
     frame = channels * bits // 8
     header = struct.pack("<HHIIHH", codec, channels, rate, rate * frame, frame, bits) + extension
     chunks = b"fmt " + struct.pack("<I", len(header)) + header
@@ -31,6 +29,6 @@ def riff(codec, bits, channels, data, rate=8000, extension=b"", size=None):
 
 @pytest.fixture
 def noise():
-    """Makes int16 noise, other in each call: (length,)."""
+    """Returns a function that returns new int16 noise of shape (length,) at each call."""
     rng = np.random.default_rng(0)
     return lambda length=80: rng.integers(-9_000, 9_000, length).astype(np.int16)

@@ -24,7 +24,7 @@ def test_16_bit_audio_round_trips_exactly():
 def test_all_widths_of_integers_are_decoded(num_bytes):
     bits = 8 * num_bytes
     values = [-(2 ** (bits - 1)), -1, 0, 1, 2 ** (bits - 2), 2 ** (bits - 1) - 1]
-    if num_bytes == 1:  # unsigned, as the format says
+    if num_bytes == 1:  # WAV stores 8 bits as unsigned
         data = bytes(value + 128 for value in values)
     else:
         data = b"".join(value.to_bytes(num_bytes, "little", signed=True) for value in values)
@@ -117,7 +117,7 @@ def test_other_formats_are_decoded_by_soundfile(form, subtype):
     decoded, rate = decode(buffer.getvalue(), f"a.{form.lower()}")
     assert rate == 16_000
     tolerance = 2e-5 if form == "FLAC" else 0.05
-    assert np.abs(decoded[2_000:14_000] - tone[2_000:14_000]).max() < tolerance or form == "MP3"  # mp3 is shifted
+    assert np.abs(decoded[2_000:14_000] - tone[2_000:14_000]).max() < tolerance or form == "MP3"  # MP3 shifts it
     assert abs(np.sqrt(np.mean(decoded[2_000:14_000] ** 2)) - 0.5 / np.sqrt(2)) < 0.01
     with pytest.raises(UnreadableAudio, match="damaged"):
         decode(b"nothing of the kind", f"a.{form.lower()}.flac")
@@ -129,11 +129,11 @@ RATES = [(16_000, 8_000), (8_000, 16_000), (44_100, 16_000), (22_050, 16_000), (
 
 
 def resampled_slowly(samples, from_rate, to_rate):
-    """Sum over all samples of what each adds to each result, in float64."""
+    """Sums in float64 what each sample adds to each result."""
     cutoff = 0.96 * min(1, to_rate / from_rate)
     results = []
     for k in range(-(-len(samples) * to_rate // from_rate)):
-        # Neighbours beyond the ends are silent, but count in the sum of the weights, which is 1.
+        # Samples beyond the ends are 0, but their weights count in the normalisation.
         around = np.arange(-400, len(samples) + 400)
         scaled = (around - k * from_rate / to_rate) * cutoff
         window = np.where(np.abs(scaled) < 24, np.i0(9 * np.sqrt(np.clip(1 - (scaled / 24) ** 2, 0, None))), 0)

@@ -1,4 +1,4 @@
-"""What random changes do to audio, in which range they are, and what they depend on."""
+"""Tests what random augmentation does to audio, in which range, and what it depends on."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ RATE = 8000
 
 
 def tone(hz: float, length: int) -> np.ndarray:
-    """Fades in and out, as an utterance does."""
+    """Returns a tone that fades in and out like an utterance."""
     time = np.arange(length)
     return (np.sin(2 * np.pi * hz / RATE * time) * np.sin(np.pi * time / length) ** 2).astype(np.float32)
 
@@ -29,7 +29,7 @@ def test_lengths_are_known_without_decoding(percent, length) -> None:
 
 @pytest.mark.parametrize("percent", [80, 97, 115])
 def test_resampling_gives_the_same_sound_at_other_times(percent) -> None:
-    """The sum of a few tones, computed where each new sample lies in the old ones; none is near half the rate."""
+    """The reference is a sum of low tones, computed at the times of the new samples."""
     old, new = np.arange(4000.0), np.arange(length_at(4000, percent)) * (100 / percent)
 
     def sound(time: np.ndarray) -> np.ndarray:
@@ -40,7 +40,7 @@ def test_resampling_gives_the_same_sound_at_other_times(percent) -> None:
 
 
 def test_frequencies_above_nyquist_are_removed_without_aliasing() -> None:
-    """Played in 80 % of the time, 3,600 Hz would be 4,500 Hz, beyond half of 8 kHz."""
+    """Played in 80 % of the time, 3,600 Hz becomes 4,500 Hz, which is above half of 8 kHz."""
     faster = at_duration(tone(3600, 8000), 80)
     assert power(faster) < 1e-6 * power(tone(3600, 8000))
 
@@ -94,8 +94,8 @@ def test_each_augmentation_strength_changes_only_its_property() -> None:
     assert -0.201 < min(tilts) < -0.19 and 0.19 < max(tilts) < 0.201
     noisy = changed(noise_snr_db=(10.0, 20.0))
     ratios = [10 * np.log10(power(b) / power(a - b)) for a, b in zip(noisy, clean, strict=True)]
-    assert 9 < min(ratios) < 10.5 and 19.5 < max(ratios) < 24  # low-frequency noise wanders over so short a time
-    assert len({audio[0] for audio in noisy}) > 290  # each has a noise of its own
+    assert 9 < min(ratios) < 10.5 and 19.5 < max(ratios) < 24  # low-frequency noise varies over so short a time
+    assert len({audio[0] for audio in noisy}) > 290  # each utterance has its own noise
 
 
 def test_lengths_agree_with_the_audio() -> None:

@@ -1,4 +1,4 @@
-"""Layouts in which corpora are published: their transcripts, speakers and splits."""
+"""Tests the layouts of published corpora: their transcripts, speakers and splits."""
 
 import json
 
@@ -49,7 +49,7 @@ HUGGING_FACE = {
         "a.wav": None,
     },
 }  # fmt: skip
-"""Layout -> names of its files and their texts; None for sound."""
+"""Maps each layout to its files and their contents, None for sound."""
 FOUND = {
     "csv": {"a.wav": ("Good, morning", "7", ""), "sub/b.wav": ('night "now"', "8", "")},
     "splits": {
@@ -78,7 +78,7 @@ FOUND = {
     },
     "NeMo": {"a.wav": ("one", "0", "")},
 }  # fmt: skip
-"""Sound -> transcript, speaker and split."""
+"""Maps each sound file to its transcript, speaker and split."""
 
 
 @pytest.mark.parametrize("layout", FOUND)

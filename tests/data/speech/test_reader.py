@@ -17,7 +17,7 @@ from data.table_files import Reading
 from tests.data.speech.conftest import riff, wav
 from trainer.common.errors import UserError
 
-# --- forms in which the same files are given ----------------------------------------------------------------------
+# --- containers of the same files ---------------------------------------------------------------------------------
 
 
 def as_folder(path, files):
@@ -65,7 +65,7 @@ FORMS = [as_folder, as_zip, as_tar, as_tar_gz, as_tgz_of_the_current_folder, as_
 
 @pytest.fixture
 def load(tmp_path):
-    """Loads files from a folder, or in another form."""
+    """Returns a function that loads files from a folder or another container."""
 
     def _load(files, form=as_folder, **options):
         return load_corpus(form(tmp_path / "corpus", files), tmp_path / "cache", **options)
@@ -141,7 +141,7 @@ def test_common_voice_is_read(load, noise):
         "cv/en/clips/a.wav": ('He said "so".', "e5", "train"),
         "cv/en/clips/b.wav": ("No!", "e6", "test"),
     }
-    assert not corpus.skipped  # c.wav is of no split
+    assert not corpus.skipped  # c.wav is in no split
 
 
 def manifest(*entries):
@@ -180,7 +180,7 @@ def test_a_single_manifest_may_name_sound_anywhere(tmp_path, noise):
     )
     corpus = load_corpus(lists / "train.jsonl", tmp_path / "cache")
     assert len(corpus) == 2 and set(corpus.splits) == {""}
-    # What lies elsewhere is no less a part of the corpus: when it changes, it is read again.
+    # Changed sound outside the folder makes the corpus be read again.
     (elsewhere / "1.wav").write_bytes(wav(noise(99)))
     assert len(load_corpus(lists / "train.jsonl", tmp_path / "cache").utterance(0)) == 99
 
@@ -249,7 +249,7 @@ def test_the_requested_rate_is_used(load, noise):
     assert np.array_equal(corpus.utterance(0), to_int16(resample(samples / np.float32(2**15), 8_000, 16_000)))
 
 
-# --- what cannot be used -----------------------------------------------------------------------------------------
+# --- unusable files ----------------------------------------------------------------------------------------------
 
 
 def damaged(noise):
@@ -411,7 +411,7 @@ def test_damaged_utterances_of_an_archive_are_counted(tmp_path, noise):
     samples = [noise(2_000) for _ in range(3)]
     path = as_zip(tmp_path / "corpus", {f"{i}_0.wav": wav(x) for i, x in enumerate(samples)})
     content = path.read_bytes()
-    for x in samples[1:]:  # others than the checksums say
+    for x in samples[1:]:  # contradicts the checksums
         content = content.replace(x.tobytes(), noise(2_000).tobytes())
     path.write_bytes(content)
     corpus = load_corpus(path, tmp_path / "cache")
@@ -517,7 +517,6 @@ def test_bad_new_recordings_are_named(tmp_path, noise):
 
 
 def test_unreadable_recordings_of_a_folder_are_skipped_or_refused(tmp_path, noise):
-    """As in training."""
     as_folder(tmp_path, {"a.wav": wav(noise())[:-1], "in/b.wav": wav(noise()), "c.wav": ""})
     corpus = read_recordings(tmp_path, 8_000)
     assert corpus.names == ("in/b.wav",)
@@ -538,7 +537,7 @@ def test_sound_beyond_full_scale_is_scaled_down_and_reported(load, tmp_path, noi
     assert again.utterance(1).tolist() == corpus.utterance(1).tolist() and again.found["beyond full scale"]
 
 
-# --- as published ------------------------------------------------------------------------------------------------
+# --- published data ----------------------------------------------------------------------------------------------
 
 
 def real_data(name):

@@ -58,7 +58,7 @@ def test_splits_of_a_published_layout_are_kept():
     corpus = corpus_of([f"{i}.wav" for i in range(30)], splits=["test"] * 5 + ["train"] * 5 + [""] * 20)
     chosen = by_utterance(corpus)
     assert chosen["test"].tolist() == list(range(5))
-    assert len(chosen["val"]) == 2 and chosen["val"].min() >= 5  # a tenth of the 25 others, rounded to even
+    assert len(chosen["val"]) == 2 and chosen["val"].min() >= 5  # a tenth of the other 25, rounded to even
     whole = corpus_of([f"{i}.wav" for i in range(3)], splits=PARTS)
     assert [by_utterance(whole)[part].tolist() for part in PARTS] == [[0], [1], [2]]
 

@@ -1,5 +1,3 @@
-"""Generated speech: what is said, by whom, and that the sounds are what the table says."""
-
 import numpy as np
 import pytest
 
@@ -62,7 +60,7 @@ def test_words_use_the_phones_of_the_table() -> None:
 
 
 def test_each_utterance_is_long_enough_for_its_letters(corpus) -> None:
-    """At 25 frames a second, which is the fewest that recognisers make of it."""
+    """25 frames a second are the fewest that any encoder makes."""
     alphabet = Alphabet.from_transcripts(corpus.transcripts, "characters")
     frames = np.diff(corpus.offsets) / SAMPLE_RATE * 25
     needed = np.array([shortest_frames(alphabet.encode(transcript)) for transcript in corpus.transcripts])
@@ -77,7 +75,7 @@ def test_audio_is_neither_too_quiet_nor_clipped(corpus) -> None:
 
 
 def test_resonances_lie_at_the_formants() -> None:
-    """White noise through four of them: the spectrum follows the product of the resonances."""
+    """The spectrum of white noise through four resonances follows their product."""
     formants = np.array([700.0, 1200.0, 2500.0, 3500.0])
     source = np.random.default_rng(0).standard_normal(200_000, np.float32)
     sound = _resonate(source, np.tile(formants, (-(-len(source) // (_FRAME // 2)) + 1, 1)).astype(np.float32))

@@ -1,4 +1,4 @@
-"""Batches of utterances and of strings: what is in them, how long they are, and what they depend on."""
+"""Tests batches of utterances and of digit strings: their content, their lengths, and what they depend on."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ LOUD = 8000
 
 @pytest.fixture(scope="module")
 def corpus() -> Corpus:
-    """Recording i is one word; three speakers; its samples are all LOUD + i, and no two are equally long."""
+    """Corpus of words by three speakers; all samples of recording i are LOUD + i, and no two are equally long."""
     rng = np.random.default_rng(0)
     lengths = 300 + 30 * rng.permutation(NUM)
     speakers = rng.permutation(np.repeat(["x", "y", "z"], [10, 20, 30]))
@@ -79,7 +79,7 @@ def test_a_digit_string_joins_recordings_of_one_speaker(corpus, alphabet) -> Non
     speakers, counts, gaps = [], [], []
     for row in range(500):
         recordings = [int(name.removesuffix(".wav")) for name in names[row].split("+")]
-        assert all(i >= 5 for i in recordings)  # none that was held out
+        assert all(i >= 5 for i in recordings)  # the first five are held out
         assert transcripts[row] == " ".join(corpus.transcripts[i] for i in recordings)
         assert alphabet.decode(batch["targets"][row]) == transcripts[row]
         (speaker,) = {corpus.speakers[i] for i in recordings}
@@ -95,7 +95,7 @@ def test_a_digit_string_joins_recordings_of_one_speaker(corpus, alphabet) -> Non
 
 
 def test_a_string_joins_recordings_at_their_levels_in_light_noise(corpus, alphabet) -> None:
-    """Recordings are constant here: where a string is above the noise one begins, and there its level is seen."""
+    """Constant recordings rise above the noise, which shows where each begins and at which level."""
     dataset = strings(corpus, alphabet)
     index = np.arange(200)
     batch = dataset.__getitems__(SampleKeys(index, 0))
@@ -171,7 +171,7 @@ def test_recordings_of_a_string_have_different_speeds_in_training(corpus, alphab
         loud = audio > 0.35 * LOUD / 32768
         borders = np.flatnonzero(np.diff(np.concatenate([[False], loud, [False]]).astype(int)))
         lengths = [len(corpus.utterance(int(part.removesuffix(".wav")))) for part in name.split("+")]
-        if len(borders) == 2 * len(lengths):  # no two without a gap between them
+        if len(borders) == 2 * len(lengths):  # every pair has a gap between them
             changed += (100 * (borders[1::2] - borders[::2]) / lengths).tolist()
     assert len(changed) > 200
     assert 88 < min(changed) < 92 and 108 < max(changed) < 112 and np.std(changed) > 5
@@ -191,7 +191,7 @@ def test_room_noise_stays_within_recordings(corpus, alphabet) -> None:
         inside, outside = power(after[is_speech] - before[is_speech]), power(after[~is_speech] - before[~is_speech])
         if inside > 1e-4 * power(before[is_speech]):
             ratios.append(10 * np.log10(power(before[is_speech]) / inside))
-            assert outside < 0.1 * inside  # that of the string, which goes by its power
+            assert outside < 0.1 * inside  # only the string's noise changes, with its power
     assert 0.33 < len(ratios) / 300 < 0.47
     assert 3 < min(ratios) < 7 and 13 < max(ratios) < 18
 

@@ -1,4 +1,4 @@
-"""Audio that a device makes of a whole batch, against what the host makes of one recording after another."""
+"""Tests batches of audio made on a device against recordings made one by one on the host."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ AUGMENTERS = {
 
 
 def sounds(lengths) -> list[np.ndarray]:
-    """Noise, which has all frequencies."""
+    """Returns int16 noise, which contains all frequencies."""
     rng = np.random.default_rng(0)
     return [rng.normal(0, 3000, length).astype(np.int16) for length in lengths]
 

@@ -1,5 +1,3 @@
-"""Tables from texts and arrays."""
-
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +9,7 @@ from data.tabular.table import Table
 
 @pytest.fixture
 def read(tmp_path: Path):
-    """Writes a file and reads it as a table."""
+    """Returns a function that writes a file and reads it as a table."""
 
     def run(content: str | bytes, name: str = "t.csv") -> Table:
         path = tmp_path / name
@@ -23,7 +21,7 @@ def read(tmp_path: Path):
 
 @pytest.fixture
 def read_arrays(tmp_path: Path):
-    """Saves arrays as a .npz and reads it as a table."""
+    """Returns a function that saves arrays as .npz and reads it as a table."""
 
     def run(**arrays: np.ndarray) -> Table:
         path = tmp_path / "t.npz"

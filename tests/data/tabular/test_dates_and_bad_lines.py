@@ -1,5 +1,3 @@
-"""Dates of a table as numbers to learn from, and lines that are no rows."""
-
 import numpy as np
 import pytest
 

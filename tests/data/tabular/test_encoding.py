@@ -1,5 +1,3 @@
-"""Tables as numbers: fitted on some rows, the same for every order of columns, kept as plain values."""
-
 import json
 from dataclasses import asdict
 

@@ -1,4 +1,4 @@
-"""Damaged tables are read, or refused in one sentence; nothing else comes out, takes long or is written."""
+"""Tests that damaged tables are read or refused in one sentence, quickly and without writing files."""
 
 import io
 import time
@@ -23,7 +23,7 @@ ARRAYS = {"X": np.arange(16.0).reshape(8, 2), "y": np.array(["u", "v"] * 4), "na
 
 
 def with_damaged_arrays(count: int, seed: int) -> Iterator[bytes]:
-    """Archives whose checksums are right, of which one array is damaged."""
+    """Yields archives with correct checksums, each with one damaged array."""
     whole = {}
     for name, array in ARRAYS.items():
         content = io.BytesIO()

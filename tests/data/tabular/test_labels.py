@@ -1,5 +1,3 @@
-"""Which texts are one class, which are none, and quantities, which are no classes."""
-
 import numpy as np
 import pytest
 
@@ -11,7 +9,7 @@ from trainer.common.errors import UserError
 
 @pytest.fixture
 def labels(read):
-    """The labels of a column y."""
+    """Returns a function that reads texts as the labels of a column y."""
 
     def run(*texts: object) -> Labels:
         return class_labels(read("x;y\n" + "".join(f"1;{text}\n" for text in texts)), "y")
@@ -109,7 +107,7 @@ def test_every_class_is_held_out_in_proportion(share) -> None:
 
 def test_rounding_errors_accumulate_as_bounded() -> None:
     labels = np.repeat(np.arange(7), 15)
-    assert len(stratified_hold_out(labels, 0.1, seed=0)[1]) == 10  # 7 times 1.5
+    assert len(stratified_hold_out(labels, 0.1, seed=0)[1]) == 10  # 7 times 1.5 is 10.5
 
 
 def test_small_classes_are_split() -> None:

@@ -1,4 +1,4 @@
-"""One data set, written as programs and people write it: the same numbers, classes and gaps come out of every file."""
+"""Tests that one data set gives the same numbers, classes and gaps in every spelling."""
 
 import gzip
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def floats(value: float) -> str:
 
 
 class File:
-    """A file with the data set, or with the rows of `NEW` alone and without their classes."""
+    """File with the data set, or with only the rows `NEW`, without their classes."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ SPELLINGS = {
 
 
 def read(file: File, folder: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, Encoding]:
-    """The features by column name, (ROWS, 5), the labels (ROWS,), the features of the new rows, and their encoding."""
+    """Returns features by column name, (ROWS, 5), labels, (ROWS,), features of the new rows, and the encoding."""
     table = labelled_table(read_table(file.write(folder, is_new=False)), "sick")
     encoding = Encoding.fit(table.features, table.labels)
     order = np.argsort(table.features.names)
@@ -161,7 +161,7 @@ def test_every_spelling_says_the_same(name, tmp_path) -> None:
 
 
 def test_new_rows_may_use_other_separators(tmp_path) -> None:
-    """But in the same unit, and with the same words."""
+    """Units and words must be those of the training file."""
     alike = {
         name: file
         for name, file in SPELLINGS.items()

@@ -1,5 +1,3 @@
-"""Problems unlike the prior's: well formed, a function of (seed, index), and each can be learned from its rows."""
-
 import numpy as np
 import pytest
 

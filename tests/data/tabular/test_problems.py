@@ -5,7 +5,7 @@ from trainer.loading.order import SampleKeys
 
 
 def table(num_rows=40, num_columns=5, num_classes=3):
-    """Each value says its row and column; each row's class follows from its number."""
+    """Returns features that encode their row and column, (num_rows, num_columns), and classes, (num_rows,)."""
     features = np.arange(num_rows)[:, None] + np.arange(num_columns) / 100
     return features.astype(np.float32), np.arange(num_rows) % num_classes
 

@@ -1,5 +1,3 @@
-"""Every form in which a table is written, what its columns are taken for, and every mistake in it."""
-
 import gzip
 import io
 import os
@@ -19,7 +17,7 @@ PLAIN = "age,town,y\n31,Rome,a\n42,Oslo,b\n,Rome,a\n"
 
 
 def values(table: Table, name: str) -> list:
-    """The rows of a column as they are learned from, None where one is missing."""
+    """Returns the values that a column is learned from, None where one is missing."""
     column = table.column(name).typed()
     texts = column.texts
     rows = column.values.tolist()
@@ -33,7 +31,7 @@ def assert_is_the_table(table: Table) -> None:
     assert values(table, "y") == ["a", "b", "a"]
 
 
-# Every form of a file
+# File formats
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", ", ", " ; "])
@@ -87,7 +85,7 @@ def test_rows_may_cross_blocks(read, monkeypatch) -> None:
         read(PLAIN + "1,2\n")
 
 
-# What a column is taken for
+# Types of columns
 
 
 def test_a_column_with_95_percent_numbers_is_numeric(read) -> None:
@@ -209,7 +207,7 @@ def test_damaged_arrays_are_refused(read, tmp_path) -> None:
             read(content, "t.npz")
 
 
-# Mistakes
+# Invalid files
 
 
 @pytest.mark.parametrize(

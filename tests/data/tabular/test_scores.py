@@ -1,4 +1,4 @@
-"""Scores against slow forms of their definitions, over pairs, rows and classes one at a time."""
+"""Tests scores against slow forms of their definitions, over pairs, rows and classes one at a time."""
 
 import math
 
@@ -9,7 +9,7 @@ from data.tabular.scores import accuracy, auc, brier, ece, log_loss, scores
 
 
 def predicted(num_classes: int, num_levels: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Labels and probabilities; few levels make many ties."""
+    """Returns labels, (90,), and probabilities, (90, num_classes), with many ties if num_levels is small."""
     rng = np.random.default_rng(seed)
     weights = rng.integers(1, num_levels, (90, num_classes)).astype(float)
     labels = rng.integers(0, num_classes, 90)
@@ -23,7 +23,7 @@ CASES = [predicted(num_classes, num_levels, seed) for seed, (num_classes, num_le
 
 
 def slow_area(is_positive: np.ndarray, probability: np.ndarray) -> float:
-    """The chance that a positive is above a negative, a tie counting half."""
+    """Returns the probability that a positive scores above a negative; ties count half."""
     pairs = [(p, n) for p in probability[is_positive] for n in probability[~is_positive]]
     return sum((p > n) + 0.5 * (p == n) for p, n in pairs) / len(pairs)
 
@@ -56,7 +56,7 @@ def test_scores_equal_their_definitions(labels, probabilities) -> None:
 
 
 def test_the_auc_of_ties_equals_values_by_hand() -> None:
-    """As sklearn.metrics.roc_auc_score has them."""
+    """The values are those of sklearn.metrics.roc_auc_score."""
     labels = np.array([0, 1, 0, 1])
     for probability, expected in [([0.1, 0.2, 0.3, 0.4], 0.75), ([0.5] * 4, 0.5), ([0.1, 0.5, 0.5, 0.5], 0.75)]:
         assert auc(labels, np.stack([1 - np.array(probability), probability], axis=1)) == expected

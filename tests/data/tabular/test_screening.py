@@ -1,5 +1,3 @@
-"""What of a table is learned from, what its owner is told, and labels that are none."""
-
 import numpy as np
 import pytest
 
@@ -13,7 +11,7 @@ LABELS = ["yes" if i % 3 else "no" for i in range(NUM_ROWS)]
 
 @pytest.fixture
 def screen(read):
-    """A table with the column `useful`, the label `y` and others."""
+    """Returns a function that reads a table with the column `useful`, the label `y` and the given columns."""
 
     def run(drop=(), label="y", flag="--drop", **columns) -> LabelledTable:
         columns = {"useful": USEFUL, **columns, **({} if "y" in columns else {"y": LABELS})}

@@ -1,5 +1,3 @@
-"""How the numbers of a column are written, which of its cells prove it, and what is a category all the same."""
-
 from dataclasses import asdict
 
 import numpy as np
@@ -13,7 +11,7 @@ MARKS = ["-", "--", ".", "#N/A", "#NA", "None", "nan", "-nan", "1.#IND", "NULL",
 
 
 def read_as(*texts: str, likely: Likely = UNKNOWN, counts=None):
-    """The numbers of a column; None for categories."""
+    """Returns the numbers of a column, or None if it is categorical."""
     reading = reading_of(texts, np.array(counts or [1] * len(texts)), likely)
     return None if reading.spelling is None else [reading.spelling.number(text) for text in texts]
 

@@ -1,5 +1,3 @@
-"""Tabulated functions: of unit variance, and applied as a slow interpolation applies them."""
-
 import numpy as np
 import pytest
 import torch
@@ -18,18 +16,18 @@ def test_random_functions_are_standardised_and_differ():
     assert mean.abs().max() < 1e-4
     assert variance.max() < 1.001 and (variance > 0.99).float().mean() > 0.95
     is_same = (functions[:, 0] == functions[:, 1]).all(1)
-    assert is_same.float().mean() < 0.1  # equal kinds still have scales of their own
+    assert is_same.float().mean() < 0.1  # equal kinds still differ in scale
 
 
 def test_functions_do_not_depend_on_the_batch():
-    """Of all kinds: a rounding that depends on the place in a tensor shows in few of them."""
+    """150 tables draw all kinds of functions; few of them show a rounding that depends on the place in a tensor."""
     together = draw_activations(TableRandom(0, np.arange(150), 0), 3)
     for i in range(150):
         assert torch.equal(draw_activations(TableRandom(0, np.array([i]), 0), 3)[0], together[i])
 
 
 def test_activations_are_smooth_or_steep():
-    """Straight lines, jumps and wiggles all occur often."""
+    """Straight lines, jumps and wiggles are all frequent."""
     functions = draw_activations(TableRandom(0, np.arange(400), 0), 1)[:, 0]
     steps = functions.diff(dim=1)
     turns = ((steps.diff(dim=1).abs() > 1e-3) & (steps[:, 1:] * steps[:, :-1] < 0)).sum(1)

@@ -1,5 +1,3 @@
-"""What columns look like: each kind in its share, and no more than it says."""
-
 import numpy as np
 import pytest
 import torch
@@ -25,7 +23,7 @@ def units(random) -> torch.Tensor:
 
 
 def shares_of_small(columns: torch.Tensor) -> float:
-    """Of columns with at most MOST_LEVELS different values."""
+    """Returns the share of columns with at most MOST_LEVELS different values."""
     return np.mean([len(column.unique()) <= MOST_LEVELS for column in columns.flatten(0, 1)])
 
 
@@ -36,7 +34,7 @@ def test_shares_follow_the_settings(random, units):
     rich = draw_columns(TableRandom(0, np.arange(NUM_TABLES), 0), every, units)
     assert 0.05 < rich.isnan().float().mean() < 0.2 and not rich.isinf().any()
     assert shares_of_small(torch.where(rich.isnan(), 0.0, rich)) > 0.5
-    # Some tables are without gaps in all but few columns, others have them nearly everywhere.
+    # The share of columns with gaps ranges from 0 to 1 between tables.
     rates = rich.isnan().any(2).float().mean(1)
     assert rates.min() == 0 and rates.max() == 1
 
@@ -66,12 +64,12 @@ def test_categories_are_intervals_in_some_order(random, units):
         codes = column[x.argsort()].long()
         values = codes.unique()
         assert torch.equal(codes.float(), column[x.argsort()]) and codes.min() >= 0 and codes.max() < MOST_LEVELS
-        # One run of rows for each code.
+        # Each code covers one run of sorted rows.
         assert int((codes.diff() != 0).sum()) == len(values) - 1
         num_ordered += bool((codes.diff() >= 0).all())
         num_levels.append(len(values))
     assert np.median(num_levels) in range(4, 10) and np.mean(np.array(num_levels) <= 2) > 0.15
-    assert 0.3 < num_ordered / len(num_levels) < 0.6  # codes of few levels are in order by chance too
+    assert 0.3 < num_ordered / len(num_levels) < 0.6  # few levels are often ordered by chance
 
 
 def test_shuffled_columns_keep_their_values_without_information(random, units):
@@ -100,7 +98,7 @@ def test_causes_are_numbers_and_categories(random):
             continue
         num_categories += 1
         assert torch.equal(column, column.round())
-        # A code has one effect.
+        # Each code has one effect.
         assert len(torch.stack([column, effect]).unique(dim=1)[0]) == len(column.unique())
     assert 0.2 < num_categories / (NUM_TABLES * 8) < 0.5
     correlations = torch.bmm(standardise(shown), standardise(shown).transpose(1, 2)) / NUM_ROWS

@@ -1,4 +1,4 @@
-"""Random graphs of mixed functions, and the filter that drops tables whose classes nothing predicts."""
+"""Tests random graphs of mixed functions, and the filter that drops tables with unpredictable classes."""
 
 import hashlib
 import os

@@ -1,5 +1,3 @@
-"""Numbers of a table: a function of its own number and of the calls, and distributed as told."""
-
 import numpy as np
 import pytest
 import torch
@@ -24,7 +22,7 @@ def test_a_row_depends_only_on_its_number(name):
     numbers = np.array([5, 2**40, 0, 17])
     together = TableRandom(3, numbers, 0)
     apart = [TableRandom(3, numbers[i : i + 1], 0) for i in range(4)]
-    for _ in range(8):  # across the borders of chunks
+    for _ in range(8):  # crosses the borders of chunks
         values = DRAWS[name](together)
         assert torch.equal(values, torch.cat([DRAWS[name](random) for random in apart]))
         assert len({tuple(row.flatten().tolist()) for row in values}) == 4

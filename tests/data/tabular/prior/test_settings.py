@@ -1,5 +1,3 @@
-"""Shapes of tables."""
-
 import numpy as np
 import pytest
 

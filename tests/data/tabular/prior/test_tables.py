@@ -1,4 +1,4 @@
-"""Tables of the prior: each a function of (seed, number) to the bit, well formed, and as padded as it must be."""
+"""Tests that tables of the prior depend only on (seed, number), are well formed and are padded."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def take(tables: PriorTables, index, epoch: int = 0) -> dict[str, np.ndarray]:
 
 
 def table(batch: dict[str, np.ndarray], i: int) -> dict[str, np.ndarray]:
-    """One table without its padding."""
+    """Returns table i of the batch without its padding."""
     real = slice(batch["num_features"][i])
     rows, queries = slice(batch["num_context"][i]), batch["targets"][i] >= 0
     return {
@@ -34,7 +34,7 @@ def table(batch: dict[str, np.ndarray], i: int) -> dict[str, np.ndarray]:
 
 def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
     for name in a:
-        np.testing.assert_array_equal(a[name], b[name], err_msg=name)  # of floats too: NaN equals NaN
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name)  # NaN equals NaN
 
 
 @pytest.mark.parametrize(("version", "num_threads"), [(1, 1), (1, 2), (2, 2)])
@@ -83,7 +83,7 @@ def test_other_seeds_and_epochs_have_other_tables():
     fixed, fresh = (PriorTables(SETTINGS, 0, 8, fresh_each_epoch=fresh) for fresh in (False, True))
     assert_same(take(fixed, range(8)), take(fixed, range(8), epoch=1))
     assert_same(take(fixed, range(8)), take(fresh, range(8)))
-    # Number 8 + i of one long epoch.
+    # Table i of epoch 1 is table 8 + i of one long epoch.
     assert_same(take(fresh, range(8), epoch=1), take(PriorTables(SETTINGS, 0, 16), range(8, 16)))
     values = [take(tables, [0])["context"].ravel()[:6] for tables in (fixed, PriorTables(SETTINGS, 1, 8))]
     values += [take(fixed, [1])["context"].ravel()[:6]]
@@ -141,7 +141,7 @@ def test_kinds_of_tables_occur_in_their_shares(version, num_tables):
 
 @pytest.mark.parametrize(("version", "num_tables", "little"), [(1, 300, 0.02), (2, 100, 0.1)])
 def test_queries_can_be_predicted(version, num_tables, little):
-    """A nearest neighbour does better than the most frequent class, much better in some tables and not in others."""
+    """Nearest neighbours beat the most frequent class by much in some tables and by little in others."""
     batch = take(PriorTables(PriorSettings(version=version, missing_share=0.0), 2, num_tables), np.arange(num_tables))
     gains = []
     for i in range(num_tables):
@@ -166,7 +166,7 @@ def test_written_tables_are_read_again(tmp_path):
 
 def test_a_table_of_one_class_is_drawn_again(monkeypatch):
     def attempt(settings, seed, numbers, shape, attempt):
-        """Table n has two classes from attempt n % 4 on."""
+        """Gives table n two classes from attempt n % 4 on."""
         return {"context": numbers + 100.0 * attempt, "num_classes": 1 + (attempt >= numbers % 4)}
 
     monkeypatch.setattr(tables, "_attempt", attempt)

@@ -1,5 +1,3 @@
-"""Labels: dense, of every kind, and each class in the rows that are context."""
-
 import numpy as np
 import pytest
 import torch

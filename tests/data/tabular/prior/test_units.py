@@ -1,4 +1,4 @@
-"""Units of causal models against a computation that goes from unit to unit, in float64."""
+"""Tests units of causal models against a computation of one unit after another in float64."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ NUM_ROWS = 48
 
 
 def structures(num_tables: int, num_features: int, tree_share: float) -> Structure:
-    """As `tables.py` draws them: networks before trees, deep ones first."""
+    """Draws structures in the order of `tables.py`: networks before trees, deep ones first."""
     numbers = np.arange(num_tables)
     is_tree, depth = draw_kinds(0, numbers, 0, tree_share)
     order = np.lexsort((-depth, is_tree))
@@ -31,12 +31,12 @@ def structures(num_tables: int, num_features: int, tree_share: float) -> Structu
 
 
 def random() -> TableRandom:
-    """Always the same."""
+    """Returns the same random source at each call."""
     return TableRandom(9, np.arange(40), 0)
 
 
 def drawn_blocks(structure: Structure, num_features: int, noise_std: float = 0.1) -> tuple[torch.Tensor, torch.Tensor]:
-    """(causes in the first block, noise)."""
+    """Returns (tables, layers + 1, width, rows) with causes in the first block, and the noise of the layers."""
     source, width = TableRandom(1, np.arange(40), 0), width_of(num_features)
     blocks = torch.zeros(40, NUM_LAYERS + 1, width, NUM_ROWS)
     blocks[:, 0, : most_causes(num_features)] = source.normal(most_causes(num_features), NUM_ROWS)
@@ -102,7 +102,7 @@ def test_the_network_equals_a_slow_reference():
                 x = np.stack([np.interp(unit.clip(-REACH, REACH), grid, functions[i, layer - 1]) for unit in z])
             x = weights[i, layer] @ x + noise[i, layer].numpy()
             real = slice(int(structure.num_units[i]))
-            # float32 against float64: a steep function makes more of a small difference.
+            # Steep functions amplify the difference between float32 and float64.
             difference = np.abs(blocks[i, layer + 1, real].numpy() - x[real])
             assert np.median(difference) < 1e-5 and difference.max() < 0.05
 
