@@ -1,5 +1,3 @@
-"""Fixtures for the tests of models/."""
-
 import pytest
 
 from tests.helpers.one_thread import on_one_thread

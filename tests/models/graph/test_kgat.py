@@ -1,4 +1,4 @@
-"""KGAT against dense matrices and loops over edges, in float64, on a small graph with parallel edges."""
+"""Tests KGAT in float64 against dense matrices and loops over edges, on a small graph with parallel edges."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ EXACT = {"rtol": 0, "atol": 1e-10}
 
 
 def make_edges(seed=0):
-    """Sorted (head, tail, relation): interactions and triples both ways, among them three relations of one pair."""
+    """Returns sorted (head, tail, relation) of interactions and triples both ways; one pair has three relations."""
     rng = np.random.default_rng(seed)
     edges = set()
     for user in range(NUM_USERS):
@@ -74,7 +74,7 @@ def slow_laplacian(kind):
 
 
 def dense(values):
-    """The sum of the values of parallel edges, as a full matrix."""
+    """Returns the values as a matrix, (NUM_NODES, NUM_NODES), with those of parallel edges added up."""
     matrix = torch.zeros(NUM_NODES, NUM_NODES)
     for (head, tail, _), value in zip(EDGES, values.tolist(), strict=True):
         matrix[head, tail] += value
@@ -86,7 +86,7 @@ def slow_nodes(model):
 
 
 def slow_attention(model, softmax):
-    """A as a dense matrix, by a loop over edges and then over heads."""
+    """Returns A as a dense matrix, by a loop over edges and then over heads."""
     nodes = slow_nodes(model).detach()
     logits = []
     for head, tail, relation in EDGES:
@@ -107,7 +107,7 @@ def slow_attention(model, softmax):
 
 
 def slow_representations(model, matrix, aggregation, slope=0.01, masks=(1, 1, 1)):
-    """Every node's: equations 3 to 9 and 11, with full matrices."""
+    """Returns every node's representation by equations 3 to 9 and 11, with full matrices."""
     states = slow_nodes(model)
     parts = [states]
     for layer, mask in zip(model.layers, masks, strict=True):
@@ -125,7 +125,7 @@ def slow_representations(model, matrix, aggregation, slope=0.01, masks=(1, 1, 1)
 
 
 def slow_cf_loss(model, everything, users, items, penalty=0.1):
-    """Equations 12 and 13, summed over users with one positive and one negative item."""
+    """Returns equations 12 and 13, summed over users with one positive and one negative item each."""
     total = 0
     for user, (positive, negative) in zip(users.tolist(), items.view(-1, 2).tolist(), strict=True):
         u, i, j = everything[NUM_ENTITIES + user], everything[positive], everything[negative]
@@ -147,7 +147,7 @@ def slow_kg_loss(model, batch, penalty=0.1):
 
 
 def batch_of_users():
-    """Users, and two items of each one after another; both repeat."""
+    """Returns users, (4,), and two items of each one, (8,); both repeat."""
     return torch.tensor([0, 3, 3, 1]), torch.tensor([0, 5, 2, 5, 2, 2, 4, 0])
 
 
@@ -218,7 +218,7 @@ def test_kg_loss_and_gradients_equal_a_loop_over_triples():
 
 @pytest.mark.parametrize("relation", [[5, 0, 5, 3, 0, 0], [7]])
 def test_the_grouped_projection_equals_the_gathered_projection_of_a_gpu(relation):
-    """Where most relations do not occur."""
+    """Most relations do not occur."""
     model = make_model()
     relation = torch.tensor(relation)
     x = torch.randn(len(relation), 3, WIDTH, requires_grad=True)
@@ -353,7 +353,6 @@ def test_autocast_changes_nothing():
 
 
 def test_the_small_graph_has_parallel_edges_and_every_relation():
-    """The small graph has what the tests above are about."""
     pairs = [edge[:2] for edge in EDGES]
     assert max(pairs.count(pair) for pair in pairs) >= 3
     assert {relation for *_, relation in EDGES} == set(range(NUM_RELATIONS))

@@ -1,4 +1,4 @@
-"""LightGCN and BPR-MF against dense matrices."""
+"""Tests LightGCN and BPR-MF against dense matrices."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ BATCH = torch.tensor([4, 0, 0, 3]), torch.tensor([3, 1, 1, 6, 2, 5])
 
 
 def slow_lightgcn(model, layers, known=0):
-    """The mean of the layers, with a full matrix. known: what is added to the embeddings of the items."""
+    """Returns the mean of the layers, with a full matrix. known: added to the embeddings of the items."""
     adjacency = torch.zeros(NUM_USERS + NUM_ITEMS, NUM_USERS + NUM_ITEMS)
     adjacency[USERS, NUM_USERS + ITEMS] = 1
     adjacency += adjacency.T.clone()
@@ -76,12 +76,12 @@ def test_bprmf_scores_are_products_of_embeddings():
 
 
 TRIPLES = torch.tensor([[0, 0, 8], [0, 1, 8], [0, 2, 3], [9, 0, 2], [9, 1, 8], [3, 0, 3], [6, 0, 0]])
-"""Item 0 knows entity 8 twice, items 3 and 6 once; item 3 knows itself both ways; items 1, 4 and 5 know nothing."""
+"""Item 0 has entity 8 twice and items 3 and 6 once, item 3 has itself both ways, and items 1, 4 and 5 have nothing."""
 NUM_ENTITIES = 10
 
 
 def slow_knowledge(model):
-    """The mean of each item's neighbours, one triple at a time."""
+    """Returns the mean of each item's neighbours, (NUM_ITEMS, WIDTH), one triple at a time."""
     neighbours = [[] for _ in range(NUM_ENTITIES)]
     for head, _, tail in TRIPLES.tolist():
         neighbours[head].append(tail)

@@ -1,4 +1,4 @@
-"""Best paths, against all of them."""
+"""Tests best paths against a search of all paths."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Sparse products against dense matrices: every kernel, all rows and some, with their gradients."""
+"""Tests sparse products and their gradients against dense matrices, with every kernel, for all rows and some."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ SIZE, NUM_ENTRIES = 7, 12
 
 
 def make(dtype, num_entries=NUM_ENTRIES):
-    """A matrix with empty rows and columns, and the same as a dense one."""
+    """Returns a matrix with empty rows and columns, and its dense form."""
     torch.manual_seed(0)
     places = torch.randperm((SIZE - 1) * (SIZE - 1))[:num_entries].sort().values
     rows, columns = places // (SIZE - 1), places % (SIZE - 1) + 1

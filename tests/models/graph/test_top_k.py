@@ -1,4 +1,4 @@
-"""Metrics of rankings against sorted lists and loops."""
+"""Tests ranking metrics against sorted lists and loops."""
 
 import math
 
@@ -15,7 +15,7 @@ def dcg(hits):
 
 
 def slow_metrics(scores, positives, seen, k):
-    """Of one user: recall, precision, hit, NDCG, NDCG as in KGAT's own code."""
+    """Returns one user's recall, precision, hit, NDCG, and NDCG as KGAT's own code computes it."""
     ranked = sorted((i for i in range(len(scores)) if i not in seen), key=lambda i: -scores[i])
     hits = [item in positives for item in ranked]
     first = hits[:k]
@@ -35,7 +35,7 @@ def padded(rows, value):
 
 
 def make_users(num_items, num_users=9):
-    """Scores that are all different; users with one positive and many, with nothing seen and much."""
+    """Returns distinct scores, (num_users, num_items), and few to many positives and seen items of each user."""
     torch.manual_seed(0)
     scores = torch.rand(num_users, num_items * 7).argsort(1)[:, :num_items].float()
     positives, seen = [], []
@@ -76,7 +76,7 @@ def test_a_seen_positive_is_never_a_hit():
 
 
 def test_padding_has_no_weight():
-    """Neither as a user without positives, nor as the last item."""
+    """Padding counts neither as a user without positives nor as the last item."""
     scores = torch.tensor([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])
     found = top_k(scores, torch.tensor([[2, 3], [3, 3]]), torch.tensor([[3, 3], [3, 3]]), (1,))
     assert torch.stack(found).flatten().tolist() == [1] * 5

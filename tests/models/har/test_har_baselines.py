@@ -1,4 +1,4 @@
-"""TinyHAR and DeepConvLSTM: against slow obvious references; what depends on the batch and what does not."""
+"""Tests TinyHAR and DeepConvLSTM against slow references, and what depends on the batch."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def windows(num: int, num_channels: int = 9, length: int = 128) -> Tensor:
 
 
 def model(build: type[nn.Module], **options) -> nn.Module:
-    """In float64, with every weight moved off its starting value: gates open, norms scale and shift."""
+    """Returns a float64 model with every weight moved off its starting value, so that gates and norms matter."""
     torch.manual_seed(0)
     net = build(**options).double()
     with torch.no_grad():
@@ -34,7 +34,7 @@ def model(build: type[nn.Module], **options) -> nn.Module:
 
 
 def slow_convolution(signal: Tensor, conv: nn.Conv2d) -> Tensor:
-    """signal: (filters in, steps), of one channel of one window. Returns (filters out, steps out)."""
+    """Convolves a signal, (filters in, steps), of one channel of one window into (filters out, steps out)."""
     weight, stride, padding = conv.weight[:, :, 0], conv.stride[1], conv.padding[1]
     padded = functional.pad(signal, (padding, padding))
     starts = range(0, padded.shape[1] - weight.shape[2] + 1, stride)
@@ -43,7 +43,7 @@ def slow_convolution(signal: Tensor, conv: nn.Conv2d) -> Tensor:
 
 
 def slow_batch_norm(signals: list[Tensor], norm: nn.BatchNorm2d) -> list[Tensor]:
-    """signals: (filters, steps) of every channel of every window."""
+    """Normalises signals, (filters, steps), of every channel of every window."""
     mean, variance = norm.running_mean, norm.running_var
     if norm.training:
         everything = torch.cat(signals, dim=1)
@@ -54,7 +54,7 @@ def slow_batch_norm(signals: list[Tensor], norm: nn.BatchNorm2d) -> list[Tensor]
 
 
 def slow_encoder(layers: nn.Sequential, x: Tensor) -> Tensor:
-    """x: (B, channels, T). Returns (B, channels, filters, steps): each channel of each window by itself."""
+    """Encodes (B, channels, T) as (B, channels, filters, steps), each channel of each window alone."""
     signals = [channel[None] for window in x for channel in window]
     for layer in layers:
         if isinstance(layer, nn.Conv2d):
@@ -67,7 +67,7 @@ def slow_encoder(layers: nn.Sequential, x: Tensor) -> Tensor:
 
 
 def slow_lstm(steps: Tensor, lstm: nn.LSTM) -> Tensor:
-    """steps: (T, inputs) of one window. Returns the hidden state after every step, (T, units)."""
+    """Returns the hidden state after every step, (T, units), of one window with steps of shape (T, inputs)."""
     state = memory = steps.new_zeros(lstm.hidden_size)
     states = []
     for step in steps:
@@ -80,7 +80,7 @@ def slow_lstm(steps: Tensor, lstm: nn.LSTM) -> Tensor:
 
 
 def slow_channel_attention(net: TinyHar, channels: Tensor) -> Tensor:
-    """channels: (channels, filters), of one time step of one window."""
+    """Mixes the channels, (channels, filters), of one time step of one window."""
     attention = net.channel_attention
     mixed = []
     for own in channels:
@@ -93,7 +93,7 @@ def slow_channel_attention(net: TinyHar, channels: Tensor) -> Tensor:
 
 
 def slow_pooling(net: TinyHar, states: Tensor) -> Tensor:
-    """states: (T, units), of one window."""
+    """Pools the states, (T, units), of one window."""
     pooling = net.pooling
     scores = [pooling.score.weight[0] @ (pooling.hidden.weight @ s + pooling.hidden.bias).tanh() for s in states]
     likelihoods = [math.e**score for score in scores]
@@ -126,8 +126,8 @@ def slow_deepconvlstm(net: DeepConvLstm, x: Tensor) -> Tensor:
 
 
 def outcome(forward: Callable[[Tensor], Tensor], net: nn.Module, x: Tensor) -> list[Tensor]:
-    """Logits, and the gradients of their sum of squares with respect to the windows and to every parameter."""
-    torch.manual_seed(1)  # of dropout
+    """Returns the logits, and the gradients of their sum of squares for the windows and every parameter."""
+    torch.manual_seed(1)  # for dropout
     x = x.clone().requires_grad_()
     logits = forward(x)
     return [logits.detach(), *torch.autograd.grad(logits.square().sum(), [x, *net.parameters()])]
@@ -138,7 +138,7 @@ def outcome(forward: Callable[[Tensor], Tensor], net: nn.Module, x: Tensor) -> l
     ("build", "slow", "length"), [(TinyHar, slow_tinyhar, 23), (DeepConvLstm, slow_deepconvlstm, 24)]
 )
 def test_equals_a_slow_obvious_reference(build, slow, length, train) -> None:
-    """In training too: the same seed must drop the same elements, so dropout sits where the reference has it."""
+    """In training, the same seed must drop the same elements, so dropout must sit where the reference has it."""
     net = model(build, num_channels=4, num_classes=3).train(train)
     x = windows(3, num_channels=4, length=length)
     for actual, expected in zip(outcome(net, net, x), outcome(lambda x: slow(net, x), net, x), strict=True):
@@ -159,7 +159,7 @@ def test_shapes_and_options_are_as_given(build, length) -> None:
 
 
 def test_tinyhar_convolves_rectifies_then_normalises() -> None:
-    """The reference above takes layers and strides from the model, so they are stated here."""
+    """The slow reference takes layers and strides from the model, so they are stated here."""
     encoder = TinyHar().encoder
     assert [type(layer) for layer in encoder] == 4 * [nn.Conv2d, nn.ReLU, nn.BatchNorm2d]
     assert [conv.stride for conv in encoder[::3]] == [(1, 1), (1, 2), (1, 1), (1, 2)]
@@ -183,7 +183,7 @@ def test_every_parameter_has_a_gradient(build) -> None:
     net = model(build).train()
     functional.cross_entropy(net(windows(8, length=40)), torch.arange(8) % 6).backward()
     for name, parameter in net.named_parameters():
-        # A gradient that is zero in truth would be rounding noise, about 1e-16 here.
+        # Rounding makes about 1e-16 of a gradient that is zero.
         assert parameter.grad.abs().flatten().median() > 1e-8, name
 
 
@@ -214,7 +214,7 @@ def test_dropout_is_active_only_in_training(build) -> None:
 
 
 def last_channel_first(weight: Tensor) -> None:
-    """weight: (outputs, 9 * filters), in place."""
+    """Moves the last channel of the weight, (outputs, 9 * filters), to the front in place."""
     by_channel = weight.unflatten(1, (9, -1))
     weight.copy_(by_channel.roll(1, dims=1).flatten(1))
 

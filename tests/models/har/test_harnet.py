@@ -1,4 +1,4 @@
-"""HarNet: every mode against a slow obvious reference; samples do not see each other; no useless parameters."""
+"""Tests HarNet: every mode against a slow reference, the independence of samples, and that each parameter is used."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def model(mode: str, **options) -> HarNet:
 
 
 def slow_group_norm(h: Tensor, norm: nn.GroupNorm) -> Tensor:
-    """h: (C, T), one sample."""
+    """Normalises one sample, (C, T)."""
     groups = []
     for group in h.chunk(norm.num_groups):
         deviation = group - group.mean()
@@ -29,7 +29,7 @@ def slow_group_norm(h: Tensor, norm: nn.GroupNorm) -> Tensor:
 
 
 def members_layer(layer: nn.Conv1d | nn.GroupNorm, member: int, num_members: int) -> nn.Module:
-    """The part of an encoder's layer that belongs to one member, as a layer of its own."""
+    """Returns one member's part of an encoder's layer as a separate layer."""
     own = {name: value.chunk(num_members)[member] for name, value in layer.state_dict().items()}
     if isinstance(layer, nn.GroupNorm):
         alone: nn.Module = nn.GroupNorm(layer.num_groups // num_members, layer.num_channels // num_members)
@@ -41,7 +41,7 @@ def members_layer(layer: nn.Conv1d | nn.GroupNorm, member: int, num_members: int
 
 
 def slow_encoder(net: HarNet, signal: Tensor, member: int) -> Tensor:
-    """signal: (C, T), one sample. Returns (num_features,)."""
+    """Encodes one sample, (C, T), as (num_features,)."""
     moving = signal[:6] / 0.03
     h = torch.cat([signal, torch.log(moving + (moving**2 + 1).sqrt()) / 3])
     for layer in net.encoder.layers:
@@ -84,7 +84,7 @@ def test_equals_a_slow_obvious_reference(mode) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_ensemble_members_share_no_state(mode) -> None:
-    """The loss of one member has no gradient in the others, and members begin differently."""
+    """One member's loss has no gradient in the others, and members start from different weights."""
     net = model(mode, num_members=3)
     x = windows(4, length=40)
     net.member_logits(net.features(x))[:, 1].square().sum().backward()
@@ -118,7 +118,7 @@ def test_every_parameter_has_a_gradient(mode, hidden_dims) -> None:
     functional.cross_entropy(logits.flatten(0, 1), (torch.arange(8) % 6).repeat_interleave(4)).backward()
     for name, parameter in net.named_parameters():
         assert parameter.grad is not None
-        # A gradient that is zero in truth would be rounding noise, about 1e-16 here.
+        # Rounding makes about 1e-16 of a gradient that is zero.
         assert parameter.grad.abs().flatten().median() > 1e-7, name
 
 

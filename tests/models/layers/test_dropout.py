@@ -1,5 +1,3 @@
-"""The masks of dropout on a CPU."""
-
 import math
 
 import pytest

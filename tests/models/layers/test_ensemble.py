@@ -6,7 +6,7 @@ from models.layers.ensemble import Ensemble
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_an_ensemble_averages_probabilities_of_confident_models(dtype):
-    """Probabilities far below what half precision tells from 0 still have a logarithm."""
+    """The logarithm stays finite for probabilities that half precision rounds to 0."""
     members = [torch.nn.Linear(2, 3, dtype=dtype) for _ in range(3)]
     x = 100 * torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=dtype)
     logits = torch.stack([member(x) for member in members]).double()

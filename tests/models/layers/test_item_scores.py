@@ -1,4 +1,4 @@
-"""The highest scores of each row against a stable sort of whole rows."""
+"""Tests the highest scores of each row against a stable sort of whole rows."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Products with a table that pairs look up, against the rows looked up one pair at a time."""
+"""Tests products with table rows that pairs look up against a lookup of one pair at a time."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("double_precision")
 
 
 def make(heads):
-    """Rows that many pairs share, and two that none looks up."""
+    """Returns pairs that share rows and leave two rows unused, queries, weights and the table."""
     pairs = Pairs(torch.randint(0, ROWS - 2, (BATCH, QUERIES, KEYS)), ROWS)
     query = torch.randn(BATCH, heads, QUERIES, WIDTH, requires_grad=True)
     weight = torch.rand(BATCH, heads, QUERIES, KEYS, requires_grad=True)
@@ -22,7 +22,7 @@ def make(heads):
 
 
 def looked_up(table, pairs):
-    """(batch, heads, queries, keys, width)."""
+    """Returns the rows of all pairs, (batch, heads, queries, keys, width)."""
     return table[:, pairs.row].transpose(0, 1)
 
 

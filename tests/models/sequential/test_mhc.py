@@ -1,4 +1,4 @@
-"""Manifold-constrained hyper-connections: exact, alive, and at the start the plain residual network."""
+"""Tests that manifold-constrained hyper-connections are exact, train, and start as the plain residual network."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def plain_sinkhorn(logits, num_iterations):
 
 
 def rounded(matrix):
-    """Each column that is too large is made smaller; what rows and columns then lack is spread over the matrix."""
+    """Scales columns with too large a sum down, and spreads what rows and columns then lack over the matrix."""
     matrix = matrix / matrix.sum(-2, keepdim=True).clamp(min=1)
     row, column = (1 - matrix.sum(-1)).clamp(min=0), (1 - matrix.sum(-2)).clamp(min=0)
     return matrix + torch.einsum("...i,...j->...ij", row, column) / row.sum(-1)[..., None, None].clamp(min=1e-12)
@@ -50,7 +50,7 @@ def test_large_logits_give_a_finite_doubly_stochastic_matrix():
 
 
 def plain_connection(connection, streams, sublayer):
-    """Equations 7 and 8 of the paper for one token's streams (n, C), its coefficients spelled out."""
+    """Computes equations 7 and 8 of the paper for one token's streams, (n, C), with explicit coefficients."""
     flat = streams.flatten()
     v = flat / (flat.square().mean() + 1e-8).sqrt()
 
@@ -89,7 +89,7 @@ def test_a_connection_equals_its_equations():
 
 
 def make_models(init_gate, num_blocks=2):
-    """A plain pre-norm network, and one with hyper-connections that has the same weights otherwise."""
+    """Returns a plain pre-norm network, and one with hyper-connections and otherwise the same weights."""
     plain = SASRec(NUM_ITEMS, MAXLEN, WIDTH, num_blocks, dropout=0.0, connections=residuals(WIDTH, num_blocks, "pre"))
     hyper = SASRec(
         NUM_ITEMS, MAXLEN, WIDTH, num_blocks, dropout=0.0,
@@ -111,13 +111,13 @@ def test_at_the_start_the_network_is_the_plain_residual_one(num_blocks):
     batch = make_batch()
     plain, hyper = make_models(init_gate=0.0, num_blocks=num_blocks)
     torch.testing.assert_close(hyper.encode(*batch), plain.encode(*batch), rtol=0, atol=1e-10)
-    plain, hyper = make_models(init_gate=0.01, num_blocks=num_blocks)  # tokens steer a little, as by default
+    plain, hyper = make_models(init_gate=0.01, num_blocks=num_blocks)  # by default, tokens have a small effect
     difference = (hyper.encode(*batch) - plain.encode(*batch)).abs().max()
     assert 0 < difference < 0.05
 
 
 class Recorder:
-    """Keeps the streams that each connection of a model receives."""
+    """Recorder of the streams that each connection of a model receives."""
 
     def __init__(self, model):
         self.streams = {}
@@ -126,7 +126,7 @@ class Recorder:
                 module.register_forward_pre_hook(lambda _, args, name=name: self.streams.update({name: args[0]}))
 
     def smallest_spread(self):
-        """How far streams are from their mean, relative to its size, at the connection where they are closest."""
+        """Returns the smallest distance, over connections, of streams from their mean, relative to its norm."""
         return min(
             float(((x - x.mean(-2, keepdim=True)).norm() / (x.mean(-2).norm() * STREAMS**0.5)).detach())
             for x in self.streams.values()
@@ -134,7 +134,7 @@ class Recorder:
 
 
 def train(model, num_steps=60):
-    """On sequences in which every item is followed by the next one."""
+    """Trains on sequences in which every item is followed by the next one, and returns the last loss."""
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     length = torch.full((16,), MAXLEN)
     for _ in range(num_steps):
@@ -151,8 +151,8 @@ def test_residual_streams_differ_get_gradients_and_mix_doubly_stochastically():
     _, model = make_models(init_gate=0.01, num_blocks=3)
     recorder = Recorder(model)
     model.encode(*make_batch())
-    assert recorder.smallest_spread() < 0.01  # at the start they are copies
-    assert train(model) < 1.0  # of 3.7 for guessing
+    assert recorder.smallest_spread() < 0.01  # streams start as copies
+    assert train(model) < 1.0  # guessing gives 3.7
     assert recorder.smallest_spread() > 0.03
 
     model.encode(*make_batch()).square().sum().backward()
@@ -168,11 +168,11 @@ def test_residual_streams_differ_get_gradients_and_mix_doubly_stochastically():
             assert (matrix.sum(-1) - 1).abs().max() < 1e-3
             assert (matrix.sum(-2) - 1).abs().max() < 1e-3
             moved.append(float((matrix - torch.eye(STREAMS)).abs().max().detach()))
-    assert min(moved) > 0.05  # it is used: no longer near the identity everywhere
+    assert min(moved) > 0.05  # mixing has left the identity everywhere
 
 
 def test_equal_weights_would_keep_the_streams_equal():
-    """The control: without the uneven h_pre of the start, streams stay copies of each other."""
+    """This is the negative control: without the uneven initial h_pre, streams stay copies of each other."""
     _, model = make_models(init_gate=0.01, num_blocks=3)
     with torch.no_grad():
         for module in model.modules():

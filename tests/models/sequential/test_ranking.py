@@ -1,4 +1,4 @@
-"""Losses against loops over positions, with their gradients; places of targets against sorting."""
+"""Tests losses and their gradients against loops over positions, and places of targets against sorting."""
 
 import math
 
@@ -25,7 +25,7 @@ CALIBRATION = 0.7
 
 
 def slow_bce(state, target, negatives, table):
-    """SASRec: -log sigma(s+) - log(1 - sigma(s-)); the latter as a mean where there are several."""
+    """Returns SASRec's -log sigma(s+) - log(1 - sigma(s-)), the latter as a mean over the negatives."""
     of_negatives = [-torch.log(1 - torch.sigmoid(state @ table[n])) for n in negatives]
     return -torch.log(torch.sigmoid(state @ table[target])) + sum(of_negatives) / len(negatives)
 
@@ -56,11 +56,11 @@ def full(states, targets, negatives, table):
 
 
 def full_with_padding(states, targets, negatives, table):
-    """What a GPU computes: it does not skip the padding beforehand."""
+    """Computes the loss as on a GPU, which does not skip the padding beforehand."""
     return ranking._FullSoftmax.apply(states.flatten(0, 1), targets.flatten(), table)
 
 
-# name: (the loss, of one position, shape of its negatives before the number)
+# name: (the loss, its slow form for one position, the shape of its negatives without their number)
 LOSSES = {
     "bce": (binary_cross_entropy, slow_bce, (len(LENGTHS), MAXLEN)),
     "gbce": (gbce, slow_gbce, (len(LENGTHS),)),
@@ -72,7 +72,7 @@ every_loss = pytest.mark.parametrize("name", LOSSES)
 
 
 def make_batch(name, num_negatives=3, lengths=LENGTHS, dtype=torch.float64):
-    """States and table that take gradients, targets, negatives; row 0 of the table is not zero, and must not count."""
+    """Returns states and table with gradients, targets and negatives; row 0 of the table must not count."""
     torch.manual_seed(0)
     real = torch.arange(MAXLEN) < torch.tensor(lengths)[:, None]
     states = torch.randn(len(lengths), MAXLEN, WIDTH, dtype=dtype, requires_grad=True)
@@ -100,7 +100,7 @@ def assert_equals_slow(name, batch):
     states, _, _, table = batch
     loss, expected = LOSSES[name][0](*batch), slow_loss(name, *batch)
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-10)
-    # A factor, since the trainer divides: backward must pass it on.
+    # The trainer scales the loss, so backward must pass on a factor.
     fast = torch.autograd.grad(0.3 * loss, (states, table))
     slow = torch.autograd.grad(0.3 * expected, (states, table))
     for found, wanted in zip(fast, slow, strict=True):
@@ -116,7 +116,7 @@ def test_losses_and_gradients_equal_a_loop_over_positions(name, num_negatives):
 @pytest.mark.parametrize("chunk_elements", [1, NUM_ITEMS, 3 * NUM_ITEMS, 4 * NUM_ITEMS + 1, 7 * NUM_ITEMS])
 @pytest.mark.parametrize("name", ["full", "full with padding"])
 def test_full_softmax_is_the_same_in_chunks_of_any_size(name, chunk_elements, monkeypatch):
-    """Of one position and more, with a last one that is shorter, up to one for all 7 items to predict."""
+    """Chunks hold one position, several with a shorter last chunk, or all 7."""
     monkeypatch.setitem(ranking._CHUNK_ELEMENTS, "cpu", chunk_elements)
     monkeypatch.setattr(ranking, "_FEWEST_POSITIONS", 1)
     assert_equals_slow(name, make_batch(name))
@@ -124,7 +124,7 @@ def test_full_softmax_is_the_same_in_chunks_of_any_size(name, chunk_elements, mo
 
 @pytest.mark.parametrize("name", ["full", "full with padding"])
 def test_full_softmax_survives_large_scores(name):
-    """exp(1000) is infinite; the loss of a sure model is not."""
+    """exp(1000) is infinite, but the loss of a sure model is not."""
     states, targets, negatives, table = make_batch(name)
     large = (1000 * states).detach().requires_grad_()
     loss = LOSSES[name][0](large, targets, negatives, table)
@@ -204,7 +204,7 @@ def test_the_positive_in_gbce_has_its_published_weight(num_negatives, calibratio
 
 
 def test_gbce_without_calibration_is_plain_bce():
-    """Over the target and k negatives alike, where plain BCE gives both sides the same weight."""
+    """The mean covers the target and k negatives alike, while plain BCE gives both sides the same weight."""
     states, targets, negatives, table = make_batch("gbce")
     loss = generalised_binary_cross_entropy(states, targets, negatives, table, calibration=0)
     scores = torch.cat([table[targets].unsqueeze(2), table[negatives].unsqueeze(1).expand(-1, MAXLEN, -1, -1)], dim=2)
@@ -259,7 +259,7 @@ def test_minus_infinity_removes_an_item():
     ],
 )
 def test_scores_that_are_not_finite_never_look_good(target, others, place):
-    """Broken weights must never look good: not a number is the worst for a target and the best for a rival."""
+    """Broken weights must never look good, so NaN is the worst score of a target and the best of a rival."""
     assert place_of_target(torch.tensor([target]), torch.tensor([others])).tolist() == [place]
 
 
@@ -268,7 +268,7 @@ PLACES = [0, 0, 0.5, 1, 3.5, 4, 4.5, 5, 8.5, 9, 9.5, 10, 18.5, 19, 19.5, 20, 57]
 
 
 def slow_metrics(places, cutoff):
-    """Hit rate, NDCG and reciprocal rank, summed."""
+    """Returns the sums of hit rate, NDCG and reciprocal rank."""
     hit = ndcg = reciprocal = 0.0
     for place in places:
         if place <= cutoff - 1:

@@ -1,4 +1,4 @@
-"""SASRec and TiSASRec against a slow form that follows the papers' equations, one query at a time."""
+"""Tests SASRec and TiSASRec against a slow form of the papers' equations, one query at a time."""
 
 import math
 
@@ -24,7 +24,7 @@ def make_model(kind, order="original", heads=1, dropout=0.0, connections=None):
     extra = {"time_span": TIME_SPAN} if kind is TiSASRec else {}
     connections = connections or residuals(WIDTH, 2, order)
     model = kind(NUM_ITEMS, MAXLEN, WIDTH, 2, heads, dropout, connections=connections, **extra)
-    for parameter in model.parameters():  # biases and gains that do nothing would hide mistakes
+    for parameter in model.parameters():  # initial biases and gains have no effect, which would hide mistakes
         parameter.data += 0.1 * torch.randn_like(parameter)
     return model
 
@@ -38,7 +38,7 @@ def make_batch(lengths=(12, 7, 1)):
 
 
 def reference(model, order, items, times):
-    """The states after each of one user's items: a list of (WIDTH,) tensors."""
+    """Returns the states after each of one user's items, as a list of (WIDTH,) tensors."""
     position = range(MAXLEN - len(items), MAXLEN)
     x = [math.sqrt(WIDTH) * model.items.weight[i] for i in items]
     if isinstance(model, SASRec):
@@ -60,7 +60,7 @@ def layer_norm(norm, x):
 
 
 def norm_in(connection, order, x):
-    """[(query input, context)] of the sub-layer, and the stream that its output is added to."""
+    """Returns [(query input, context)] of the sub-layer, and the stream that its output is added to."""
     normalised = x if order == "post" else [layer_norm(connection.norm, x_t) for x_t in x]
     context = normalised if order == "pre" else x
     return list(zip(normalised, context, strict=True)), normalised if order == "original" else x
@@ -179,7 +179,7 @@ def test_a_history_longer_than_maxlen_and_missing_times_are_refused():
 
 
 def test_attention_with_dropout_has_the_same_training_path():
-    """On a CPU dropout has a path of its own; with a probability that drops nothing it gives the same states."""
+    """Dropout has a separate path on a CPU; with a probability near 0 it must give the same states."""
     items, length, times = make_batch()
     model = make_model(SASRec, heads=2, dropout=1e-9)
     training = model.encode(items, length, times)
@@ -193,7 +193,7 @@ def test_dropout_drops_its_rate_and_keeps_the_mean(p):
     share = float((dropped == 0).double().mean())
     assert share == pytest.approx(p, abs=5 * math.sqrt(p * (1 - p) / x.numel()))
     assert dropped.max().item() == pytest.approx(1 / (1 - p), rel=1e-4)
-    columns = (dropped == 0).double().mean(0)  # no column in which the 16-bit pieces of a word favour something
+    columns = (dropped == 0).double().mean(0)  # no 16-bit piece of a random word is biased
     assert (columns - p).abs().max() < 6 * math.sqrt(p * (1 - p) / len(x))
     torch.manual_seed(1)
     first = Dropout(p)(x)

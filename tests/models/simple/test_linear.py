@@ -1,4 +1,4 @@
-"""Linear classifiers against numbers that they minimise, and on what a line can and cannot tell apart."""
+"""Tests linear classifiers against the minimum of their loss, and on what a line can and cannot separate."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def test_probabilities_minimise_the_penalised_loss(blobs):
     x = np.column_stack([np.ones(300), (features - features.mean(0)) / features.std(0)])
     is_one = labels == 1
     weights = np.zeros(4)
-    for _ in range(20_000):  # plain descent
+    for _ in range(20_000):  # gradient descent
         q = 1 / (1 + np.exp(-x @ weights))
         weights -= 2e-3 * (x.T @ (q - is_one) + np.r_[1e-6, 1, 1, 1] * weights)
     both = [1 / (1 + np.exp(-x @ weights))]

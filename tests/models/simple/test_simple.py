@@ -1,4 +1,4 @@
-"""Simple recommenders against loops over users and their items."""
+"""Tests simple recommenders against loops over users and their items."""
 
 from collections import defaultdict
 
@@ -18,7 +18,7 @@ NUM_ITEMS, MAXLEN = 30, 12
 def histories(request):
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 9, 25)
-    items = rng.integers(1, NUM_ITEMS, lengths.sum()).astype(np.int32)  # repetitions, and an item that nobody has
+    items = rng.integers(1, NUM_ITEMS, lengths.sum()).astype(np.int32)  # with repetitions and an item that nobody has
     return TrainingHistories(np.concatenate([[0], np.cumsum(lengths)]), items, NUM_ITEMS, request.param)
 
 
@@ -71,7 +71,7 @@ def ease(users, penalty):
 
 
 def expected(kind, users):
-    """Strengths of pairs, for each of the settings in their order."""
+    """Returns the strengths of pairs for each setting, in order."""
     if kind == "rules":
         return [rules(users, window, rare) for window in (3, 10) for rare in (False, True)]
     return [item_knn(users)] if kind == "itemknn" else [ease(users, 100), ease(users, 500)]
@@ -108,7 +108,7 @@ def test_large_catalogues_are_counted_in_blocks_with_the_same_result(kind, monke
     whole = list(candidates(kind, histories, MAXLEN))
     monkeypatch.setattr(fitting, "MOST_ITEMS_OF_EASE", 10)
     monkeypatch.setattr(fitting, "_PAIRS", 700)
-    for sparse in (0, 10**6):  # all are counted, and all are sorted
+    for sparse in (0, 10**6):  # sorts all pairs, then counts all
         monkeypatch.setattr(fitting, "_SPARSE", sparse)
         for one, other in zip(whole, candidates(kind, histories, MAXLEN), strict=True):
             np.testing.assert_allclose(one["strengths"], other["strengths"], rtol=1e-6)

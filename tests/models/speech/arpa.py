@@ -1,14 +1,12 @@
-"""Language models for tests, estimated in the most obvious way."""
-
 import math
 from collections import Counter
 from collections.abc import Sequence
 
 
 def estimated_arpa(sentences: Sequence[Sequence[str]], order: int) -> str:
-    """The text of an ARPA file: absolute discounting of 0.5, and what that frees for shorter histories.
+    """Returns the text of an ARPA file, estimated with absolute discounting of 0.5 and back-off to shorter histories.
 
-    After each history the probabilities of all words, the unknown one and the end add up to 1.
+    After each history, the probabilities of all words, the unknown word and the end add up to 1.
     """
     padded = [["<s>", *words, "</s>"] for words in sentences]
     counts: list[Counter[tuple[str, ...]]] = [

@@ -1,4 +1,4 @@
-"""The most probable alignment of a text, against all of them."""
+"""Tests the most probable alignment of a text against all alignments."""
 
 from itertools import groupby, product
 
@@ -14,7 +14,7 @@ def random_log_probs(num_frames, num_symbols, seed):
 
 
 def best_path(log_probs, ids):
-    """By trying all of them."""
+    """Returns the best path by trying all of them."""
     num_frames, num_symbols = log_probs.shape
     paths = [
         path

@@ -1,4 +1,4 @@
-"""Recognisers in the form that is exported answer as they do."""
+"""Tests that the exported form of a recogniser gives the same results."""
 
 import pytest
 import torch

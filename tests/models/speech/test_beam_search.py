@@ -1,4 +1,4 @@
-"""Prefix beam search against sums over all alignments, and against dictionaries of prefixes."""
+"""Tests prefix beam search against sums over all alignments, and against dictionaries of prefixes."""
 
 import itertools
 import math
@@ -26,7 +26,7 @@ def merged(path):
 
 
 def sums_over_alignments(frames):
-    """frames: (T, V) of one utterance -> transcript -> log-probability."""
+    """Returns the log-probability of every transcript of one utterance, given frames of shape (T, V)."""
     total = defaultdict(float)
     for path in itertools.product(range(frames.shape[1]), repeat=len(frames)):
         total[merged(path)] += math.exp(sum(frame[symbol] for frame, symbol in zip(frames, path, strict=True)))
@@ -34,7 +34,7 @@ def sums_over_alignments(frames):
 
 
 def slow_beam_search(frames, width, num_tried, added=lambda ids: 0.0):
-    """One utterance, prefixes in a dictionary. added: what a prefix gets while the search goes on."""
+    """Searches one utterance with a dictionary of prefixes. added: returns the bonus of a prefix during the search."""
     beam = {(): (1.0, 0.0)}
     for frame in np.exp(frames):
         tried = np.argsort(-frame[1:])[:num_tried] + 1
@@ -87,14 +87,14 @@ def test_padding_and_other_samples_change_nothing():
 
 
 def test_every_utterance_gets_a_transcript():
-    """Also one without frames, one that a diverged model heard, and where fewer prefixes exist than are kept."""
+    """One utterance has no frames, one comes from a diverged model, and one has fewer prefixes than the beam keeps."""
     frames = np.concatenate([make_frames(1, 2), np.full((1, 2, 4), np.nan), make_frames(1, 2)])
     counts = [len(hypotheses) for hypotheses in beam_search(frames, np.array([0, 2, 1]), 8)]
     assert counts == [1, 1, 4]
 
 
 def test_a_beam_of_one_prefix_differs_from_greedy():
-    """Greedy: blank, blank. But "a" has more alignments: a-, -a and aa."""
+    """Greedy decoding gives two blanks, but "a" has more alignments: a-, -a and aa."""
     frames = np.log([[[0.5, 0.4, 0.1], [0.5, 0.4, 0.1]]])
     widths = {width: beam_search(frames, np.array([2]), width)[0][0].ids for width in (1, 2)}
     assert widths[2] == (1,)
@@ -104,7 +104,7 @@ def test_a_beam_of_one_prefix_differs_from_greedy():
 
 
 def slow_bonus(ngram, ids, weight, bonus, words, is_complete):
-    """What a transcript's units add, unit by unit."""
+    """Returns what a transcript's units add to its score, unit by unit."""
     text = "".join(SYMBOLS[i] for i in ids)
     if words:
         begun = text.split(" ")

@@ -1,4 +1,4 @@
-"""The loss against sums over all alignments and against PyTorch's; greedy decoding against a loop."""
+"""Tests the loss against sums over all alignments and PyTorch's loss, and greedy decoding against a loop."""
 
 import itertools
 import math
@@ -11,12 +11,12 @@ from models.speech.ctc import ctc_loss, divergence, greedy, loss_without_waiting
 
 
 def merged(path):
-    """What a path over frames says: repeats merged, blanks dropped."""
+    """Returns the symbols of a path over frames, with repeats merged and blanks dropped."""
     return [symbol for symbol, _ in itertools.groupby(path) if symbol != 0]
 
 
 def slow_loss(log_probs, target):
-    """log_probs: (T, V) of one utterance."""
+    """Returns the loss of one utterance with log_probs of shape (T, V)."""
     num_frames, num_symbols = log_probs.shape
     rows = log_probs.tolist()
     total = sum(
@@ -28,7 +28,7 @@ def slow_loss(log_probs, target):
 
 
 def make_batch(batch_size=9, num_frames=40, num_symbols=7, target_size=11, dtype=torch.float64):
-    """Ragged, with repeats; the first utterance fills the batch, the last one has an empty target."""
+    """Returns ragged utterances with repeats; the first one fills the batch, and the last one has an empty target."""
     random = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(batch_size, num_frames, num_symbols, dtype=dtype, generator=random)
     lengths = torch.randint(num_frames * 2 // 3, num_frames + 1, (batch_size,), generator=random)
@@ -40,7 +40,7 @@ def make_batch(batch_size=9, num_frames=40, num_symbols=7, target_size=11, dtype
 
 
 def on_gpu(log_probs, lengths, targets, target_lengths):
-    """What `ctc_loss` computes on a GPU, computed here."""
+    """Returns what `ctc_loss` computes on a GPU."""
     within = torch.arange(targets.shape[1]) < target_lengths.unsqueeze(1)
     return loss_without_waiting(log_probs, lengths, targets * within)
 
@@ -55,7 +55,7 @@ BOTH = pytest.mark.parametrize("loss", [on_cpu, on_gpu])
 @BOTH
 @pytest.mark.parametrize("target", [[], [1], [1, 2], [1, 1], [2, 1, 2], [2, 2, 1], [1, 1, 1]])
 def test_the_loss_sums_over_alignments(loss, target):
-    """Of five frames of three symbols, in a batch where others are longer."""
+    """The utterance has five frames of three symbols, beside a longer one."""
     torch.manual_seed(len(target))
     log_probs = torch.randn(2, 8, 3, dtype=torch.float64).log_softmax(2)
     targets = torch.tensor([target + [0] * (4 - len(target)), [1, 2, 1, 2]])
@@ -79,7 +79,7 @@ def test_loss_and_gradient_equal_those_of_pytorch(loss):
 
 @BOTH
 def test_padding_changes_nothing(loss):
-    """Whatever it holds, and however much there is of it; frames beyond the end get no gradient."""
+    """Neither content nor length of padding matters, and frames beyond the end get no gradient."""
     logits, lengths, targets, target_lengths = make_batch()
     expected = loss(logits.log_softmax(2), lengths, targets, target_lengths)
     frames = torch.arange(logits.shape[1] + 5) >= lengths.unsqueeze(1)
@@ -92,7 +92,7 @@ def test_padding_changes_nothing(loss):
 
 
 def test_an_unalignable_utterance_is_reported_and_has_no_loss():
-    """One frame too short, exactly long enough, and empty; the others stay as they are."""
+    """The first and the last utterance are one frame too short; the other two keep their losses."""
     targets = torch.tensor([[1, 1, 2], [1, 1, 2], [0, 0, 0], [2, 2, 2]])
     target_lengths, lengths = torch.tensor([3, 3, 0, 3]), torch.tensor([3, 4, 4, 4])
     assert shortest_alignment(targets).tolist() == [4, 4, 0, 5]
@@ -126,7 +126,7 @@ def test_the_gradient_of_the_loss_for_gpus_equals_finite_differences():
 
 
 def slow_greedy(log_probs):
-    """log_probs: (T, V) -> (symbol, start, end, confidence) of each symbol."""
+    """Returns (symbol, start, end, confidence) of each symbol, given log_probs of shape (T, V)."""
     found, before = [], 0
     for t, row in enumerate(log_probs.exp().tolist()):
         best = row.index(max(row))
@@ -139,7 +139,7 @@ def slow_greedy(log_probs):
 
 
 def test_the_divergence_pulls_both_readings_together():
-    """As torch's KL divergence has it, utterance by utterance; padding counts nothing."""
+    """The divergence of an utterance equals torch's KL divergence, and padding does not count."""
     a, b = (torch.randn(3, 7, 5, dtype=torch.float64).log_softmax(2).requires_grad_() for _ in range(2))
     lengths = torch.tensor([7, 3, 0])
     found = divergence(a, b, lengths)
@@ -157,8 +157,8 @@ def test_the_divergence_pulls_both_readings_together():
 
 def test_greedy_decoding_equals_a_loop():
     logits, lengths, *_ = make_batch(12, 60, 4)
-    logits = 0.3 * logits + logits.roll(1, 1)  # so that symbols last
-    logits[3, :, 0] = 50  # silent
+    logits = 0.3 * logits + logits.roll(1, 1)  # makes symbols last
+    logits[3, :, 0] = 50  # silence
     decoded = greedy(logits.log_softmax(2), lengths)
     assert decoded.sizes[3] == 0
     for i, (row, length) in enumerate(zip(logits.log_softmax(2), lengths, strict=True)):

@@ -1,4 +1,4 @@
-"""Edits against a recursion over all alignments, and alignments against what they claim."""
+"""Tests edit counts against a recursion over all alignments, and alignments against their own claims."""
 
 from functools import cache
 
@@ -9,7 +9,7 @@ from models.speech.edit_distance import align, count_edits
 
 
 def slow_counts(reference, hypothesis):
-    """(substitutions, deletions, insertions): the fewest edits, and of those the most substitutions."""
+    """Returns (substitutions, deletions, insertions) of the fewest edits, with the most substitutions among those."""
 
     @cache
     def best(i, j):
@@ -28,7 +28,7 @@ def slow_counts(reference, hypothesis):
 
 @pytest.fixture(scope="module")
 def pairs():
-    """Of 0 to 14 symbols, short ones beside long ones; more than are compared at a time."""
+    """Returns pairs of strings of 0 to 14 symbols, more than are compared at a time."""
     random = np.random.default_rng(0)
     made = [("", ""), ("", "ab"), ("ab", ""), ("ab", "ba"), ("abc", "abc")]
     for _ in range(600):

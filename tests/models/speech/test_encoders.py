@@ -1,4 +1,4 @@
-"""The encoders: their size, what padding changes (nothing), and streaming."""
+"""Tests encoders: their size, that padding changes nothing, and streaming."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_the_recurrent_recogniser_has_the_stated_size():
 
 
 def test_padding_changes_nothing(encoder):
-    """Neither how much there is, nor what it holds, nor what stands beside it in the batch; gradients included."""
+    """States and gradients depend neither on the padding nor on the other utterances of the batch."""
     lengths = torch.tensor([29, 13, 1])
     x = features(3, 29, NUM_FEATURES).requires_grad_()
     states, num_states = encoder(x, lengths)

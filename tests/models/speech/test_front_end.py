@@ -1,4 +1,4 @@
-"""Log-mel features against sums written out; nothing depends on padding, on the batch or on chunks."""
+"""Tests log-mel features against explicit sums, and that padding, the batch and chunks change nothing."""
 
 import math
 
@@ -12,7 +12,7 @@ RATE = 8000
 
 
 def speech_like(*lengths: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Noise of varying loudness, zeros behind the end of each: audio (B, S), num_samples (B,)."""
+    """Returns noise of varying loudness, (B, S), with zeros behind each end, and num_samples, (B,)."""
     rng = np.random.default_rng(seed)
     audio = np.zeros((len(lengths), max(lengths)))
     for row, length in zip(audio, lengths, strict=True):
@@ -32,7 +32,7 @@ def mel(hz: float) -> float:
 
 
 def slow_log_mel(audio: np.ndarray, num_mels: int) -> np.ndarray:
-    """(T, F), sum by sum."""
+    """Returns features, (T, F), from explicit sums."""
     window = np.array([0.5 - 0.5 * math.cos(2 * math.pi * n / 200) for n in range(200)])
     window /= math.sqrt(sum(window**2))
     edges = np.linspace(mel(LOWEST_HZ), mel(RATE / 2), num_mels + 2)
@@ -61,7 +61,7 @@ def test_power_spectrum_equals_scipys(double_precision) -> None:
     module = front_end()
     frames = audio[0].unfold(0, 200, 80).numpy()
     _, power = signal.periodogram(frames, window="hann", nfft=256, detrend=False, scaling="density", fs=1.0)
-    power[:, 1:-1] /= 2  # one-sided
+    power[:, 1:-1] /= 2  # scipy doubles one-sided powers
     expected = np.log(np.maximum(power @ module.filters.numpy(), FLOOR))
     np.testing.assert_allclose(module.log_mel(audio)[0].numpy(), expected, rtol=0, atol=1e-10)
 
@@ -124,7 +124,7 @@ def test_running_normalisation_uses_the_frames_so_far(double_precision) -> None:
     mean, std = module.mean.numpy(), module.std.numpy()
     raw = module.log_mel(audio)[0].numpy()
     for t in (0, 1, 2, 30, len(raw) - 1):
-        # A hundred frames of the training data, half a deviation apart on both sides, and those of the utterance.
+        # The statistics are those of 100 training frames, one deviation from the mean, and of the frames so far.
         known = np.concatenate([np.repeat([mean - std, mean + std], 50, axis=0), raw[: t + 1]])
         deviation = np.sqrt(known.var(axis=0).mean())
         np.testing.assert_allclose(features[t], (raw[t] - known.mean(axis=0)) / deviation, atol=1e-9)
@@ -140,7 +140,7 @@ def test_chunks_give_the_same_result_as_the_whole(normalise, chunk) -> None:
     for start in range(0, audio.shape[1], chunk):
         part, state = module.stream(audio[:, start : start + chunk], state)
         parts.append(part)
-        # A frame is there as soon as its last sample is.
+        # A frame comes out as soon as its last sample is in.
         assert sum(p.shape[1] for p in parts) == max(0, (min(start + chunk, 2357) - 200) // 80 + 1)
     torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-5)
 
@@ -211,7 +211,7 @@ def test_impossible_settings_are_refused(settings) -> None:
 
 
 def test_masking_is_white_noise_of_known_power():
-    """Of the power that the noise has in a long recording of both."""
+    """The masking has the power of such noise in a long recording."""
     rng = torch.Generator().manual_seed(0)
     audio = 0.3 * torch.sin(torch.arange(80000) * 0.2)[None].double() + 0.01 * torch.randn(1, 80000, generator=rng)
     num_samples, noise_db = torch.tensor([80000]), 10.0

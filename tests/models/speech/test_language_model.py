@@ -1,4 +1,4 @@
-"""ARPA files: probabilities by hand and as a whole, and what is said of wrong ones."""
+"""Tests scores of ARPA files against values by hand, that probabilities add up to 1, and refusals of wrong files."""
 
 import gzip
 import itertools
@@ -47,9 +47,9 @@ def written(tmp_path):
     [
         (["<s>"], "a", -0.0625),
         (["<s>"], "b", -0.5 - 0.75),  # backs off
-        (["b"], "a", -0.25),  # without a weight
+        (["b"], "a", -0.25),  # no back-off weight
         (["<s>", "b", "a"], "b", -0.03125),  # only the last word of the history counts
-        (["a"], "z", -0.125 - 2),  # unknown
+        (["a"], "z", -0.125 - 2),  # unknown word
         (["z"], "b", -0.75),
         ([], "a", -0.25),
     ],
@@ -113,7 +113,7 @@ def test_a_damaged_file_is_named(tmp_path, content):
 def test_the_vocabulary_decides_whether_words_or_symbols_are_scored(written):
     ngram = read_arpa(written(BY_HAND))
     assert isinstance(build_scorer(ngram, ["", "a", "b", "c", " "]), SymbolScorer)
-    assert isinstance(build_scorer(ngram, ["", "a"]), SymbolScorer)  # it may know more words than the alphabet
+    assert isinstance(build_scorer(ngram, ["", "a"]), SymbolScorer)  # the model may know more symbols than the alphabet
     mixed = NGram(1, {("ab",): (-1.0, 0.0), ("THE",): (-1.0, 0.0)})
     assert isinstance(build_scorer(mixed, ["", "a", "b", " "]), WordScorer)
     words = NGram(1, {("THE",): (-1.0, 0.0)})
@@ -123,7 +123,7 @@ def test_the_vocabulary_decides_whether_words_or_symbols_are_scored(written):
 
 
 def test_a_new_search_discards_states_of_the_previous_one(written):
-    """Else they would grow with every utterance."""
+    """Otherwise the states would grow with every utterance."""
     scorer = build_scorer(read_arpa(written(BY_HAND)), ["", "a", "b", " "])
     for symbol in (1, 2, 1):
         start = np.array([scorer.begin()])

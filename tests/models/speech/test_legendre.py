@@ -1,4 +1,4 @@
-"""The linear memory: what its window shows, and each quick form against a slow one."""
+"""Tests what the window of the linear memory shows, and each fast form against a slow one."""
 
 import math
 
@@ -9,7 +9,7 @@ from models.speech.legendre import continuous_system, discrete_system, impulse_r
 
 
 def delayed_read_out(memory_size: int, delays):
-    """Weights that read a delayed input from the memory: u(t - delay * theta) is about weights @ m(t).
+    """Returns weights that read a delayed input from the memory: u(t - delay * theta) is about weights @ m(t).
 
     delays: (D,) in [0, 1], as shares of the window. Returns (D, memory_size) float64: the Legendre polynomials
     P_i(2 delay - 1) by Bonnet's recursion; equation 3 of the paper.
@@ -29,7 +29,7 @@ def test_the_continuous_system_equals_the_papers():
 
 @pytest.mark.parametrize(("memory_size", "theta"), [(1, 3.0), (8, 16.0), (64, 200.0)])
 def test_zero_order_hold_solves_the_differential_equation(memory_size, theta):
-    """B_d = A^-1 (A_d - I) B, and A_d is the product of many small steps of a Taylor series."""
+    """The solution has B_d = A^-1 (A_d - I) B, and A_d is the product of many small steps of a Taylor series."""
     a, b = (tensor / theta for tensor in continuous_system(memory_size))
     a_d, b_d = discrete_system(memory_size, theta)
     eye = torch.eye(memory_size, dtype=torch.float64)
@@ -67,7 +67,7 @@ def test_the_impulse_response_is_the_response_to_one_sample():
 
 
 def test_the_memory_of_the_lmu_represents_its_window():
-    """A signal of some periods per window is read back at every delay within it, and better with more coordinates."""
+    """A signal of some periods per window is read back at every delay, and better with more coordinates."""
     theta, num_steps = 200.0, 1000
     time = torch.arange(num_steps, dtype=torch.float64)
     signal = torch.sin(2 * math.pi * 2.5 * time / theta) + 0.5 * torch.cos(2 * math.pi * 1.1 * time / theta + 1)
@@ -75,7 +75,7 @@ def test_the_memory_of_the_lmu_represents_its_window():
     errors = []
     for memory_size in (6, 12, 24):
         memory = impulse_response(memory_size, theta, num_steps) @ signal.flip(0)
-        # The hold keeps each sample until the next: on average it is half a step late.
+        # The hold keeps each sample until the next, which delays it by half a step on average.
         delayed = torch.sin(2 * math.pi * 2.5 * (num_steps - 0.5 - delays * theta) / theta)
         delayed += 0.5 * torch.cos(2 * math.pi * 1.1 * (num_steps - 0.5 - delays * theta) / theta + 1)
         errors.append((delayed_read_out(memory_size, delays) @ memory - delayed).abs().max().item())
@@ -84,7 +84,7 @@ def test_the_memory_of_the_lmu_represents_its_window():
 
 
 def test_scaled_coordinates_respond_with_equal_energy():
-    """Nearly: the last ones, where the system is cut short, answer with less. Unscaled they are as 1 to 2 N - 1."""
+    """The last coordinates respond less because the system is cut off. Unscaled energies are as 1 to 2 N - 1."""
     scaled = impulse_response(32, 400.0, 1200) * orthonormal_scale(32, 400.0)[:, None]
     energies = scaled.square().sum(dim=1)
     assert energies[:-4].min() > 0.6

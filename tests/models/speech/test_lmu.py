@@ -1,4 +1,4 @@
-"""The recurrent layer: against the equations one step after the other, and split anywhere."""
+"""Tests the recurrent layer against its equations, one step after the other, and split anywhere."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from models.speech.lmu import LMU
 
 
 def layer(input_size: int = 3, hidden_size: int = 5, memory_size: int = 7, theta: float = 11.0) -> LMU:
-    """In float64, with an e_m that is not 0."""
+    """Returns a float64 layer with an e_m that is not 0."""
     torch.manual_seed(0)
     lmu = LMU(input_size, hidden_size, memory_size, theta).double()
     with torch.no_grad():
@@ -23,7 +23,7 @@ def inputs(*shape: int, seed: int = 1) -> Tensor:
 
 
 def by_time_loop(lmu: LMU, x: Tensor, h: Tensor, m: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Equations 4, 6 and 7 of the paper as they stand."""
+    """Computes equations 4, 6 and 7 of the paper."""
     a, b = discrete_system(lmu.memory_size, lmu.theta)
     outputs = []
     for x_t in x.unbind(1):

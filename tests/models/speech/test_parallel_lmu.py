@@ -1,4 +1,4 @@
-"""The parallel layer: against its equations one step after the other; whole = in pieces = step by step."""
+"""Tests the parallel layer against its equations: as a whole, in pieces and step by step."""
 
 import math
 
@@ -23,7 +23,7 @@ def inputs(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Te
 
 
 def memories(lmu: ParallelLMU, u: Tensor) -> Tensor:
-    """The memory after each step, by the recurrence: u (B, T, C) -> (B, T, C, N)."""
+    """Returns the memory after each step by the recurrence, u (B, T, C) -> (B, T, C, N)."""
     a, b = discrete_system(lmu.memory_size, lmu.theta, u.dtype)
     m, after = u.new_zeros(len(u), u.shape[2], len(b)), []
     for u_t in u.unbind(1):
@@ -43,7 +43,7 @@ def by_recurrence(lmu: ParallelLMU, x: Tensor) -> Tensor:
 
 @pytest.fixture(params=["product", "transforms", "transforms of one sequence after the other"])
 def form(request, monkeypatch):
-    """All forms of the layer, whatever the sizes."""
+    """Forces each form of the layer, whatever the sizes."""
     monkeypatch.setattr(parallel_lmu, "_SMALL", math.inf if request.param == "product" else 0)
     if "one sequence" in request.param:
         monkeypatch.setattr(parallel_lmu, "_CACHED", 1)
@@ -102,7 +102,7 @@ def test_the_whole_equals_pieces_for_every_length_to_2000():
 
 @pytest.mark.usefixtures("form")
 def test_gradient_flows_through_the_state():
-    """In pieces as through the whole: what a state passes back is not lost."""
+    """Pieces have the gradients of the whole only if states pass gradients back."""
     lmu, x, weights = layer(), inputs(2, 12, 3), inputs(2, 12, 5, seed=2)
     grads = [
         torch.autograd.grad((outputs * weights).sum(), list(lmu.parameters()))

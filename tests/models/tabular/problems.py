@@ -1,4 +1,4 @@
-"""Problems for the tests of tabular models, and batches of them with padding that would show if it were looked at."""
+"""Provides problems for tabular models, and batches of them padded with junk."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 NUM_CLASSES = 3
 Problem = dict[str, Tensor]
-"""context, labels, queries of one table: (N, m), (N,), (Q, m)."""
+"""Context, (N, m), labels, (N,), and queries, (Q, m), of one table."""
 
 
 def problem(num_context: int, num_queries: int, num_features: int, seed: int = 0) -> Problem:
-    """A value in ten is missing."""
+    """Returns a problem in which one value in ten is missing."""
     generator = torch.Generator().manual_seed(seed)
     rows = 3 * torch.randn(num_context + num_queries, num_features, generator=generator) + 1
     rows[torch.rand(rows.shape, generator=generator) < 0.1] = torch.nan
@@ -20,12 +20,12 @@ def problem(num_context: int, num_queries: int, num_features: int, seed: int = 0
 
 
 def logits_alone(model: nn.Module, one: Problem) -> Tensor:
-    """(Q, max_classes)."""
+    """Returns the logits of one problem, (Q, max_classes)."""
     return model(*(one[name].unsqueeze(0) for name in ("context", "labels", "queries")))[0]
 
 
 def padded_batch(problems: Sequence[Problem], extra: int = 2) -> tuple[Problem, Problem]:
-    """The tables and the counts of a forward: all as large as the largest and `extra` more, filled with junk."""
+    """Returns tables and counts for a forward pass; tables have `extra` more than the largest, filled with junk."""
     junk = {"context": 1e30, "labels": 0, "queries": -1e30}
     tables = {name: torch.stack(_grown([p[name] for p in problems], extra, value)) for name, value in junk.items()}
     counts = {

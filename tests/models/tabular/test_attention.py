@@ -1,4 +1,4 @@
-"""Attention: against one query and one head at a time, by whichever path."""
+"""Tests every path of attention against one query and one head at a time."""
 
 import math
 

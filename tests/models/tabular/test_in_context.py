@@ -1,4 +1,4 @@
-"""What must not change a prediction of either model of problems."""
+"""Tests what must not change a prediction of NanoTabular and TabICL."""
 
 import math
 from functools import partial
@@ -16,7 +16,7 @@ MODELS = [nano, partial(nano, num_thinking_rows=2), tabicl]
 
 @pytest.mark.parametrize("build", MODELS)
 def test_padding_changes_nothing(build):
-    """Of rows, queries, features and classes, whatever it holds and whoever is in the batch; nor a gradient."""
+    """Padding of rows, queries, features and classes changes neither logits nor gradients, whatever it contains."""
     model, problems = build(), [problem(9, 4, 6, seed=1), problem(1, 5, 1, seed=2), problem(5, 1, 3, seed=3)]
     tables, counts = padded_batch(problems)
     logits = model(**tables, **counts)

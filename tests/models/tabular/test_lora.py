@@ -1,4 +1,4 @@
-"""LoRA: nothing changes at first, only adapters learn, and merging changes rounding alone."""
+"""Tests that LoRA changes nothing at first, trains only adapters, and merges them up to rounding."""
 
 import copy
 
@@ -11,7 +11,7 @@ from trainer.common.errors import UserError
 
 
 class Net(nn.Module):
-    """With a fused projection and one without bias."""
+    """Network with a fused projection that has no bias."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""NanoTabular: against cells that attend one by one, and what must not change a prediction."""
+"""Tests NanoTabular against cells that attend one by one, and what must not change a prediction."""
 
 import math
 
@@ -16,7 +16,7 @@ EXACT = {"rtol": 0, "atol": 1e-12}
 
 
 def nano(**options) -> NanoTabular:
-    """With weights that are far from symmetric: fresh ones hide mistakes, some being 0 or 1."""
+    """Returns a model without weights of 0 or 1, which would hide mistakes."""
     torch.manual_seed(0)
     model = NanoTabular(**{"width": 8, "num_blocks": 2, "num_heads": 2, "hidden_width": 12, "max_classes": 5} | options)
     with torch.no_grad():
@@ -28,7 +28,7 @@ def nano(**options) -> NanoTabular:
 # --- a slow form ---------------------------------------------------------------------------------------------------
 
 Rows = list[list[Tensor]]
-"""Of each row its tokens, (width,) each."""
+"""The tokens of each row, (width,) each."""
 
 
 def attend_one(attention: Attention, token: Tensor, others: list[Tensor]) -> Tensor:
@@ -54,7 +54,7 @@ def embedded(model: NanoTabular, one: Problem) -> Rows:
 
 
 def by_loops(model: NanoTabular, one: Problem) -> Tensor:
-    """Nothing is pruned: every token of every row goes through all blocks."""
+    """Computes logits without pruning: every token of every row goes through all blocks."""
     thinking = [[row] * (1 + one["context"].shape[1]) for row in getattr(model, "thinking_rows", ())]
     rows, num_context = [*thinking, *embedded(model, one)], len(thinking) + len(one["labels"])
     for block in [*model.blocks, model.last_block]:

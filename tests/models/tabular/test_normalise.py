@@ -1,4 +1,4 @@
-"""Normalisation by the context rows, over all sizes of numbers."""
+"""Tests normalisation by the context rows for numbers of any size."""
 
 import numpy as np
 import pytest

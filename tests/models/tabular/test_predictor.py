@@ -1,4 +1,4 @@
-"""The predictor with models whose predictions are known: nearest rows, and shares of classes."""
+"""Tests the predictor with models whose predictions are known: nearest rows, and shares of classes."""
 
 import math
 from statistics import NormalDist
@@ -15,7 +15,7 @@ MAX_CLASSES = 10
 
 
 class NearestRow(nn.Module):
-    """Sure of the class of the nearest context row; whatever the order of columns."""
+    """Model that is sure of the class of the nearest context row, in any order of columns."""
 
     max_classes = MAX_CLASSES
 
@@ -25,7 +25,7 @@ class NearestRow(nn.Module):
 
 
 class Shares(nn.Module):
-    """The logarithms of the classes' shares of the context rows."""
+    """Model that predicts the logarithms of the classes' shares of the context rows."""
 
     max_classes = MAX_CLASSES
 
@@ -35,7 +35,7 @@ class Shares(nn.Module):
 
 
 class Smooth(nn.Module):
-    """Depends on everything: the values, the order of columns and classes; the weights of all context rows."""
+    """Model that depends on values, on the order of columns and classes, and on all context rows."""
 
     max_classes = MAX_CLASSES
 
@@ -53,7 +53,7 @@ class Smooth(nn.Module):
 
 
 def table(num_classes: int, num_rows: int = 400, num_queries: int = 300, num_columns: int = 5) -> tuple[Tensor, ...]:
-    """Each class has a row at least."""
+    """Returns context, labels and queries; each class has at least one context row."""
     rng = np.random.default_rng(num_classes)
     labels = np.concatenate([np.arange(num_classes), rng.integers(0, num_classes, num_rows - num_classes)])
     centres = rng.normal(size=(num_classes, num_columns)) * 3
@@ -63,7 +63,7 @@ def table(num_classes: int, num_rows: int = 400, num_queries: int = 300, num_col
 
 
 def slow_normal_scores(context: Tensor, values: Tensor) -> Tensor:
-    """One value at a time."""
+    """Computes the scores one value at a time."""
     found = torch.full_like(values, torch.nan)
     for column in range(context.shape[1]):
         known = [x for x in context[:, column].tolist() if math.isfinite(x)]
@@ -115,7 +115,7 @@ def test_nearest_rows_are_found_through_every_tree(num_classes) -> None:
     by_rank = nearest(normal_scores(context, context), labels, normal_scores(context, queries), num_classes)
     found = predict(NearestRow(), context, labels, queries, num_classes, num_estimators=3)
     assert found.dtype == torch.float64 and found.shape == (len(queries), num_classes)
-    if num_classes <= MAX_CLASSES:  # at a node of a tree, ranks are those among the rows of its classes
+    if num_classes <= MAX_CLASSES:  # tree nodes rank only among the rows of their classes
         expected = (2 * nearest(context, labels, queries, num_classes) + by_rank) / 3
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
     alone = predict(NearestRow(), context, labels, queries, num_classes, num_estimators=1)
@@ -143,7 +143,7 @@ def test_classes_without_a_context_row_have_probability_0() -> None:
 
 
 def test_every_ensemble_member_undoes_its_permutations() -> None:
-    """With a model that does not look at orders all members with values agree, and all with ranks."""
+    """Members agree if they all see values, or all see ranks, because the model ignores orders."""
     context, labels, queries = table(4)
     by_member = [
         predict(NearestRow(), context, labels, queries, 4, num_estimators=n, seed=s)
@@ -154,7 +154,7 @@ def test_every_ensemble_member_undoes_its_permutations() -> None:
 
 
 def slow_predict(model: Smooth, context: Tensor, labels: Tensor, queries: Tensor, num_classes: int) -> Tensor:
-    """One row and one member at a time."""
+    """Predicts one row and one member at a time."""
     total = torch.zeros(len(queries), num_classes, dtype=torch.float64)
     for view in module._views(labels.numpy(), context.shape[1], 10, 8, 0, 1024):
         order = [classes[0] for classes in view.node]

@@ -1,4 +1,4 @@
-"""TabICL: its size, its parts against slow forms, and what must not change a prediction."""
+"""Tests the size of TabICL, its parts against slow forms, and what must not change a prediction."""
 
 import math
 
@@ -16,7 +16,7 @@ EXACT = {"rtol": 0, "atol": 1e-12}
 
 
 def tabicl(**options) -> TabICL:
-    """Small, with no weight that is 0 or 1."""
+    """Returns a small model without weights of 0 or 1."""
     torch.manual_seed(0)
     sizes = {"width": 8, "num_column_blocks": 2, "num_column_heads": 2, "num_inducing": 4, "num_row_blocks": 2}
     sizes |= {"num_row_heads": 2, "num_summaries": 2, "num_context_blocks": 2, "num_context_heads": 4, "max_classes": 5}
@@ -37,7 +37,7 @@ def test_the_published_configuration_has_its_size():
 
 
 def block_by_torch(block: TransformerBlock, x: Tensor, others: Tensor, rotation: Tensor | None = None) -> Tensor:
-    """By torch's own products and softmax, one head after the other. x: (T, width), others: (K, width)."""
+    """Uses torch's products and softmax, one head after the other. x: (T, width), others: (K, width)."""
     attention, size = block.attention, x.shape[1] // block.attention.num_heads
     outputs = []
     for head in range(attention.num_heads):
@@ -59,7 +59,7 @@ def rotation_matrix(angles: Tensor) -> Tensor:
 
 
 def by_parts(model: TabICL, one: Problem) -> Tensor:
-    """One column, one row, one table at a time; nothing is pruned."""
+    """Computes logits of one column, one row and one table at a time, without pruning."""
     values = normalise(one["context"][None], one["queries"][None])[0][0]
     num_context = len(one["labels"])
     columns = []
