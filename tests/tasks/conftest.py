@@ -12,7 +12,7 @@ def data_file(tmp_path_factory):
 
 @pytest.fixture
 def argv(data_file, cache_dir):
-    """A command line of --task seqrec: a small model on the small file, one epoch."""
+    """Returns the command line of a small seqrec model on the small file for one epoch."""
     return [
         "--task", "seqrec", "--data-dir", str(data_file), "--k-core", "0", "--cache-dir", str(cache_dir), *SMALL,
         "--epochs", "1", "--batch-size", "16", "--num-threads", "1",
@@ -21,7 +21,7 @@ def argv(data_file, cache_dir):
 
 @pytest.fixture
 def make_task(cache_dir):
-    """The task of a command line, with its data."""
+    """Returns a function that builds the task of a command line, with its data."""
 
     def make(*argv):
         flags, problems = parse([*map(str, argv), "--cache-dir", str(cache_dir / "lockstep")], several_devices=False)

@@ -1,4 +1,4 @@
-"""`Task.blocks`: which modules the tasks that come with the trainer name."""
+"""Tests the modules that `Task.blocks` returns for the built-in tasks."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_blocks_are_submodules_called_in_order(argv, names, cache_dir):
 
 
 def test_lightgcns_propagation_is_not_compiled(cache_dir, monkeypatch):
-    """The compiler would cut it into pieces at each sparse product."""
+    """Compiled, it would be split at each sparse product."""
     from torch._dynamo.utils import counters
 
     monkeypatch.setattr(loop_blocks, "BACKEND", "aot_eager")

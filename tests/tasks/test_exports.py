@@ -1,4 +1,4 @@
-"""Every model that comes with the trainer exports, and answers as it does at sizes that it was not traced from."""
+"""Tests that every built-in model exports and gives the same results at sizes that it was not traced with."""
 
 import pytest
 import torch

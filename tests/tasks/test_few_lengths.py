@@ -1,6 +1,6 @@
-"""What a task pads for a GPU: to few lengths, and no loss, gradient or score changes by it.
+"""Tests that padding to few lengths for a GPU changes no loss, gradient or score.
 
-(TabICL, which begins as the identity, has its own in tests/models/tabular/test_in_context.py.)
+TabICL begins as the identity and is tested in tests/models/tabular/test_in_context.py instead.
 """
 
 from dataclasses import replace
@@ -34,7 +34,7 @@ TASKS = {
     "nano": ["--task", "tabular", "--num-val-tables", 2, *SMALL_MODEL],
 }
 MOST_SHAPES = {"seqrec": 7, "kgat": 2, "speech": 9, "tabular": 15}
-"""Of the batches of an epoch, or of an evaluation, of the data that a task generates; the last batch has its own."""
+"""Largest number of batch shapes in an epoch or an evaluation of generated data; one is that of the last batch."""
 
 
 def assert_same_outputs(found, expected):
@@ -56,7 +56,7 @@ def test_padding_to_few_lengths_changes_nothing(name, make_task):
     objective.call_equally()
 
     def both(dataset, index, phase=0):
-        """The batch of these samples, and the same padded to few lengths."""
+        """Returns the batch of these samples, and the same batch padded to few lengths."""
         keys = SampleKeys(np.asarray(index), epoch=1, phase=phase)
         batches = (gathered(dataset, task.collate, own) for own in (keys, replace(keys, few_lengths=True)))
         short, long = (of_dtype(batch, torch.float64) for batch in batches)

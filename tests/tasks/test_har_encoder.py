@@ -1,4 +1,4 @@
-"""`--encoder-path` and `--freeze-encoder`: a trained encoder in a new network."""
+"""Tests `--encoder-path` and `--freeze-encoder`, which put a trained encoder into a new network."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ SMALL = ("--mode", "first", "--epochs", "1", "--batch-size", "128", "--num-threa
 
 @pytest.fixture(scope="module")
 def trained(command, tmp_path_factory):
-    """The checkpoint of a short run."""
+    """Returns the checkpoint of a short run."""
     directory = tmp_path_factory.mktemp("encoder") / "run"
     command("main.py", *SMALL, "--hidden-dims", 8, "--save-dir", directory)
     return directory / "best.pth"
@@ -113,7 +113,7 @@ def test_resuming_with_another_encoder_file_is_refused(run_here, trained, tmp_pa
 
 
 def test_features_of_lower_precision_are_accepted(trained, cache_dir):
-    """As convolutions in TF32 on a GPU would compute them: the weights say whose they are, not their digits."""
+    """TF32 convolutions on a GPU give such features, so an encoder must be recognised by its weights."""
     task = frozen_task(cache_dir, trained, no_augmentation=True)
     objective = task.build_objective().eval()
     task.initialise(objective)

@@ -1,4 +1,4 @@
-"""Human activity recognition on a user's own recordings, by the command line: from a CSV to labels of a new one."""
+"""Tests human activity recognition on a user's own recordings, from a CSV file to labels of a new recording."""
 
 import csv
 import json
@@ -17,7 +17,7 @@ SHORT = ["--epochs", 2, "--batch-size", 16, "--num-threads", 1, "--device", "cpu
 
 
 def rows(person, activity, num, seed):
-    """Running shakes, resting does not."""
+    """Returns rows [index, heart rate, three signals, person, activity]; running shakes, resting does not."""
     rng = np.random.default_rng(seed)
     strength = {"run": 1.0, "rest": 0.05}[activity]
     shaking = strength * np.sin(np.arange(num)[:, None] * 2.0 + rng.uniform(0, 6, 3)) + 0.02 * rng.normal(size=(num, 3))
@@ -112,7 +112,7 @@ def test_a_clock_that_contradicts_the_rate_is_reported(step, says, recordings, m
 
 
 def test_without_a_rate_the_clock_is_used(recordings, run_here, tmp_path):
-    """In the run that is gone on with, and in what is labelled with it alone."""
+    """The resumed run and predictions for a file without a clock use the rate of the run's clock."""
     header, *lines = (line.split(",") for line in recordings.read_text().splitlines())
     clocked = [",".join([f"{i / 99.98:.5f}", *line[2:]]) for i, line in enumerate(lines)]
     recordings.write_text("\n".join([",".join(["time", *header[2:]]), *clocked]))
@@ -144,7 +144,7 @@ def test_without_a_rate_the_clock_is_used(recordings, run_here, tmp_path):
     ],
 )
 def test_other_data_are_recognised_and_refused(files, says, make_task, tmp_path):
-    """Whether there is a flag for recordings of one's own or not."""
+    """The refusal does not depend on a flag for own recordings."""
     (tmp_path / "data").mkdir()
     for name in files:
         (tmp_path / "data" / name).parent.mkdir(exist_ok=True)

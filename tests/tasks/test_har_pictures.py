@@ -1,4 +1,4 @@
-"""Pictures of human activity recognition: what they show, and how windows are drawn."""
+"""Tests the pictures of human activity recognition: what they show, and how windows are drawn."""
 
 from unittest.mock import Mock
 
@@ -40,7 +40,7 @@ def test_right_and_wrong_predictions_differ_in_colour():
 
 @pytest.mark.parametrize("panel", [0, 1, 2])
 def test_all_windows_share_the_scale_of_a_panel(panel):
-    """A strong and a weak signal: the weak one is drawn flat; how strong other panels are does not matter."""
+    """A weak signal is drawn flat beside a strong one, however strong other panels are."""
     wave = torch.sin(torch.arange(64.0)).expand(3, 64)
     signals = 100 * torch.randn(2, 3, 3, 64)
     signals[:, panel] = torch.stack([0.01 * wave, wave])

@@ -1,5 +1,3 @@
-"""Human activity recognition end to end."""
-
 import json
 import os
 from pathlib import Path
@@ -25,7 +23,7 @@ needs_uci_har = pytest.mark.skipif(
 
 
 def macro_f1_one_by_one(labels, predicted):
-    """The definition, class by class."""
+    """Computes the score class by class."""
     scores = []
     for c in range(len(CLASSES)):
         hits = sum(1 for y, p in zip(labels, predicted, strict=True) if y == c == p)
@@ -58,7 +56,7 @@ def test_metrics_equal_their_definitions(cache_dir):
 
 @pytest.fixture(scope="module")
 def default_run(command, tmp_path_factory):
-    """The default command, but for two epochs."""
+    """Runs the default command for two epochs."""
     directory = tmp_path_factory.mktemp("har") / "run"
     done = command("main.py", "--epochs", 2, "--save-dir", directory)
     return directory, done
@@ -88,7 +86,7 @@ def test_a_run_directory_has_logs_and_pictures(default_run):
     table = (directory / "val.log").read_text()
     assert "val/accuracy" in table.splitlines()[0]
     assert "epoch" in done.stdout and "val/macro_f1" in done.stdout
-    assert "\r" not in done.stderr  # no bar without a terminal
+    assert "\r" not in done.stderr  # no progress bar without a terminal
 
 
 def test_model_entry_loads_in_bare_pytorch(default_run):
@@ -141,7 +139,7 @@ def test_no_test_scores_the_validation_set_with_the_last_weights(run_here, tmp_p
     assert results["metrics"] == {k: v for k, v in records[-1].items() if k.startswith("val/")}
     assert "This run is finished" in run_here(*argv, "--no-test").out
     assert "test/" not in run_here(*argv, "--no-test", "--eval-only").out
-    assert "Finished, with the best weights: test/loss" in run_here(*argv).out  # scored later, trained once
+    assert "Finished, with the best weights: test/loss" in run_here(*argv).out  # scores without training again
     assert results_of(tmp_path)["step"] == results["step"] and results_of(tmp_path)["scored"] == "test"
 
 
@@ -152,7 +150,6 @@ def test_patience_needs_a_validation_set(run_here, tmp_path):
 
 @pytest.mark.parametrize("mode", ["flatten", "average", "first"])
 def test_channel_modes_train(mode, cache_dir):
-    """One step through each, with a gradient for every parameter."""
     task = HarTask(HarFlags(mode=mode, hidden_dims=(16,)), seed=0, cache_dir=cache_dir)
     objective = task.build_objective()
     keys = SampleKeys(np.arange(12) * 7, epoch=0)
@@ -163,7 +160,6 @@ def test_channel_modes_train(mode, cache_dir):
 
 @pytest.mark.parametrize("model", ["tinyhar", "deepconvlstm"])
 def test_baselines_train(model, cache_dir):
-    """It is the model that the flag names, with the dropout that the flag says, and it receives gradients."""
     arguments = ["--model", model, "--dropout", "0.5", "--cache-dir", str(cache_dir), "--num-threads", "1"]
     flags, problems = parse(arguments, several_devices=False)
     assert problems == []

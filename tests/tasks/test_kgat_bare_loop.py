@@ -1,6 +1,6 @@
-"""What a run learns on a graph is what a bare loop learns: full matrices, loops over edges, torch's Adam, in float64.
+"""Tests that a run on a graph learns what a bare loop learns with full matrices, loops over edges and torch's Adam.
 
-The bare loop knows nothing of the models and the trainer but their first weights, and takes the samples as drawn.
+Both compute in float64. The bare loop takes only the first weights and the drawn samples from the trainer.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ def data(tmp_path_factory):
 
 
 def run_and_task(run_here, cache_dir, directory, *argv):
-    """The weights that a run comes to, and its task."""
+    """Returns the final weights of a run, and its task."""
     argv = [*map(str, [*FLAGS, *argv, "--save-dir", directory])]
     run_here(*argv)
     flags, problems = parse([*argv, "--cache-dir", str(cache_dir / "lockstep")], several_devices=False)
@@ -51,7 +51,7 @@ def first_weights(task):
 
 
 def batches(task, phase, epoch):
-    """Of all samples in their order; the last one is short."""
+    """Yields batches of all samples in order; the last one is short."""
     data, size = task.training_data(phase), BATCH_SIZES[phase]
     assert len(data) > 3 * size and len(data) % size > 0
     for index in np.split(np.arange(len(data)), range(size, len(data), size)):
@@ -70,7 +70,7 @@ def descend(optimizer, losses):
 
 
 def cf_losses(users, items, batch, penalised):
-    """BPR, with half the squares of what is penalised of a user and two items."""
+    """Returns BPR losses, with half the squares of what is penalised of a user and two items."""
     u, i, j = users[batch["user"]], items[batch["positive"]], items[batch["negative"]]
     return -torch.log(torch.sigmoid((u * i).sum(1) - (u * j).sum(1))) + L2 / 2 * penalised(u, i, j)
 
@@ -109,7 +109,7 @@ def directed(edges):
 
 
 def laplacian(edges):
-    """1 / edges of the head of the same relation, added up over relations."""
+    """Returns the sum over relations of 1 / (number of the head's edges with this relation)."""
     degree = Counter((head, relation) for head, _, relation in directed(edges))
     matrix = torch.zeros(edges.num_nodes, edges.num_nodes).double()
     for head, tail, relation in directed(edges):
@@ -119,17 +119,17 @@ def laplacian(edges):
 
 @torch.no_grad()
 def attention(edges, w, nodes):
-    """KGAT, equations 4 and 5."""
+    """Computes KGAT's equations 4 and 5."""
     matrix = torch.zeros(edges.num_nodes, edges.num_nodes).double()
     for head, tail, relation in directed(edges):
         projection = w["projections"][relation]
         expected = torch.tanh(nodes[head] @ projection + w["relations.weight"][relation])
         matrix[head, tail] += (nodes[tail] @ projection @ expected).exp()
-    return matrix / matrix.sum(1, keepdim=True).clamp(min=1e-300)  # some node may have no edge
+    return matrix / matrix.sum(1, keepdim=True).clamp(min=1e-300)  # some nodes have no edge
 
 
 def propagated(matrix, w, x):
-    """Equations 3 and 8 to 11."""
+    """Computes equations 3 and 8 to 11."""
     parts = [x]
     for i in range(2):
         first, second = ((w[f"layers.{i}.linear{k}.weight"], w[f"layers.{i}.linear{k}.bias"]) for k in (1, 2))
@@ -140,7 +140,7 @@ def propagated(matrix, w, x):
 
 
 def kg_losses(w, nodes, batch):
-    """Equations 1 and 2."""
+    """Computes equations 1 and 2."""
     projection, relation = w["projections"][batch["relation"]], w["relations.weight"][batch["relation"]]
     h, t, n = (torch.einsum("bi,bij->bj", nodes[batch[name]], projection) for name in ("head", "tail", "negative"))
     difference = squares(h + relation - n) - squares(h + relation - t)
@@ -159,7 +159,7 @@ def kg_lightgcn_loop(task, with_graph=True):
 
 
 def states_of_lightgcn(catalogue, with_graph=True):
-    """Computes, from weights, the final states of users and of items, and what is penalised of items."""
+    """Returns a function from weights to final states of users and items, and to what is penalised of items."""
     mean, normalised = mean_of_neighbours(catalogue), normalised_taken(catalogue)
 
     def states(w):
@@ -173,7 +173,7 @@ def states_of_lightgcn(catalogue, with_graph=True):
 
 
 def softmax_loop(task, one_by_user=False):
-    """The log softmax of each item of each user of a batch. one_by_user: each user, not each item, counts one."""
+    """Trains with the log softmax of each item of a user. one_by_user: counts each user, not each item, as one."""
     w, train = first_weights(task), task.catalogue.train
     states = states_of_lightgcn(task.catalogue)
     adam = torch.optim.Adam(w.values(), LR)
@@ -193,7 +193,7 @@ def softmax_loop(task, one_by_user=False):
 
 
 def normalised_taken(catalogue):
-    """Who took what, (users, items), divided by the roots of both degrees."""
+    """Returns which user took which item, (users, items), divided by the roots of both degrees."""
     taken = torch.zeros(catalogue.num_users, catalogue.num_items).double()
     for user in range(catalogue.num_users):
         taken[user, catalogue.train.of(user).tolist()] = 1
@@ -201,7 +201,7 @@ def normalised_taken(catalogue):
 
 
 def mean_of_neighbours(catalogue):
-    """Of items, over all entities, in either direction."""
+    """Returns the matrix, (items, entities), that averages over neighbours in either direction."""
     counts = torch.zeros(catalogue.num_entities, catalogue.num_entities).double()
     for head, _, tail in catalogue.triples.tolist():
         counts[head, tail] += 1
@@ -224,7 +224,7 @@ def test_kgat_matches_a_bare_loop(data, run_here, cache_dir, tmp_path):
         assert difference(found, kgat_loop(task, **wrong)) > 1e-6, wrong
 
 
-@pytest.mark.usefixtures("double_precision")  # in which a model is built, and the constants of its graph with it
+@pytest.mark.usefixtures("double_precision")  # builds the model and the constants of its graph in float64
 def test_lightgcn_with_a_graph_matches_a_bare_loop(data, run_here, cache_dir, tmp_path):
     found, task = run_and_task(run_here, cache_dir, tmp_path, *data, *KG_LIGHTGCN)
     assert difference(found, kg_lightgcn_loop(task)) < 1e-9

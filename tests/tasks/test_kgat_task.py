@@ -1,4 +1,4 @@
-"""KGAT and its baselines: the same on any number of devices, after a kill anywhere, and what users see of it."""
+"""Tests KGAT and its baselines: on any number of devices, after a kill anywhere, and what users see."""
 
 import csv
 import json
@@ -97,7 +97,6 @@ def test_resumes_bit_identically_after_a_kill_in_the_refresh(command, tmp_path):
 
 
 def test_the_attention_is_refreshed_once_an_epoch(data, run_here, tmp_path):
-    """In the first epoch it is the Laplacian, which random walks make of row sums that count relations."""
     argv = [*RUN, "--data-dir", data, *SMALL, "--keep-checkpoints", 0, "--save-every-steps", 1]
     run_here(*argv, "--save-dir", tmp_path)
     entries = json.loads((tmp_path / "manifest.json").read_text())["checkpoints"]
@@ -125,7 +124,7 @@ def test_each_validation_shows_the_attention_per_relation(data, run_here, tmp_pa
     for (names, shares), _ in drawing.call_args_list:
         assert sorted(names) == sorted([*forward, *(f"{name}^-1" for name in forward)])
         assert shares == sorted(shares, reverse=True) and sum(shares) == pytest.approx(1)
-    # All that a user pays goes to its items, and users are so many of the nodes.
+    # All attention of a user goes to its items, so the share is that of users among the nodes.
     triples = map(str.split, (data / "kg_final.txt").read_text().splitlines())
     nodes = NUM_USERS + len({node for head, _, tail in triples for node in (head, tail)})
     assert dict(zip(names, shares, strict=True))["interact"] == pytest.approx(NUM_USERS / nodes)
@@ -274,7 +273,7 @@ def test_two_processes_resume_bit_identically(data, command, tmp_path):
 
 
 def test_held_out_items_do_not_depend_on_the_seed(run_here, tmp_path):
-    """Or a run that starts from one of another seed would be scored on what that one trained on."""
+    """Otherwise a run that starts from one with another seed would be scored on items that the latter trained on."""
     run_here("--task", "kgat", "--model", "bprmf", "--epochs", 1, "--num-threads", 1, "--save-dir", tmp_path)
     scored = [
         re.search(r"Evaluating .*", run_here("--task", "kgat", "--model", "bprmf", "--eval-only", "--seed", seed,
@@ -296,7 +295,6 @@ def test_no_more_is_recommended_than_a_user_has_left(data, run_here, tmp_path):
 
 @pytest.mark.parametrize("model", [["kgat", *SMALL], ["bprmf"]], ids=lambda m: m[0])
 def test_unused_item_ids_are_neither_ranked_nor_recommended(model, run_here, tmp_path):
-    """Nor do they get a score in an exported program."""
     data = write_catalogue(tmp_path / "data")
     shifted = {n: n + 100 * (n >= 3) for n in range(NUM_ITEMS)}  # items 3 to 102 do not occur
     for name in ("train.txt", "test.txt"):

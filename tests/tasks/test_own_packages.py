@@ -1,4 +1,4 @@
-"""A task of one's own may be named like a module of the trainer, and stand beside packages named like its own."""
+"""Tests tasks that are named like a module of the trainer, or lie beside packages named like the trainer's."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ from trainer.task import Objective, Task
 
 @pytest.fixture
 def own_task(tmp_path) -> str:
-    """The value of `--task`."""
+    """Returns the value of `--task`."""
     for name, text in FILES.items():
         path = tmp_path / "own" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,16 +63,16 @@ LAUNCHERS = {
 @pytest.mark.parametrize("launcher", ["alone", pytest.param(SEVERAL, marks=pytest.mark.slow)])
 def test_packages_beside_a_task_precede_the_trainers(launcher, own_task, command, tmp_path):
     flags = ("--task", own_task, "--epochs", 1, "--device", "cpu", "--save-dir", tmp_path / "run")
-    # On the path already, but behind the trainer's own folder.
+    # The folder is on the path already, but behind the trainer's own folder.
     command(*LAUNCHERS[launcher], *flags, launched=True, PYTHONPATH=str(Path(own_task).parent))
     assert "test/loss" in json.loads((tmp_path / "run" / "results.json").read_text())["metrics"]
 
 
 @pytest.mark.parametrize("name", ["trainer", *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW_NAMES)])
 def test_a_file_may_have_any_name(name, own_task, command, tmp_path):
-    """Alone, then resumed by two processes with a worker each, which unpickle what the file defines."""
+    """The file runs alone and resumes in two processes with one worker each, which unpickle what it defines."""
     file = Path(own_task.partition(":")[0]).rename(tmp_path / "own" / f"{name}.py")
-    for package in {"models", "tasks"} & {name}:  # a package goes before a file of its name
+    for package in {"models", "tasks"} & {name}:  # a package precedes a file of its name
         (tmp_path / "own" / package).rename(tmp_path / "own" / f"own_{package}")
         file.write_text(file.read_text().replace(f"from {package}.", f"from own_{package}."))
     flags = ("--task", f"{file}:Sides", "--device", "cpu", "--no-test", "--save-dir", tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Bars and confusion matrices as pictures: lengths, shades, numbers, and names of any kind."""
+"""Tests pictures of bars and confusion matrices: lengths, shades, numbers, and names of any kind."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ URL = "http://rdf.freebase.com/ns/music.recording."
 
 
 def lengths(picture):
-    """Of the bar in each row, in pixels; a bar is one solid block."""
+    """Returns the length of the bar in each row, in pixels, and checks that each bar is one solid block."""
     is_bar = (picture == np.array(BLUE)).all(axis=-1)
     rows = [is_bar[top : top + ROW] for top in range(0, len(picture) - ROW + 1, ROW)]
     for row in rows:
@@ -42,7 +42,7 @@ def test_long_names_show_their_ends():
 
 
 def cells(counts, classes):
-    """The drawn cells of a confusion matrix, [row][column]: pixels without their borders."""
+    """Returns the drawn cells of a confusion matrix, [row][column], as pixels without their borders."""
     image = draw_confusion_matrix(torch.tensor(counts), classes)
     assert image.dtype == np.uint8
     image = image.astype(int)
@@ -55,8 +55,8 @@ def test_a_confusion_matrix_shades_the_share_of_each_true_class():
     drawn = cells([[9, 1, 0], [30, 60, 10], [0, 0, 0]], ["a", "long_name", "c"])
     darkness = [[255 - int(cell[0, 0].mean()) for cell in row] for row in drawn]
     assert darkness[0][0] > darkness[1][1] > darkness[1][0] > darkness[1][2] > 5
-    assert abs(darkness[0][1] - darkness[1][2]) < 3  # both a tenth of their class, whatever the counts
-    assert max(darkness[0][2], darkness[2][2]) <= 2  # nothing there, and a class that does not occur
+    assert abs(darkness[0][1] - darkness[1][2]) < 3  # both are about a tenth of their class
+    assert max(darkness[0][2], darkness[2][2]) <= 2  # an empty cell, and a class that does not occur
 
 
 def test_names_with_letters_missing_in_the_font_stay_distinguishable():
@@ -66,10 +66,10 @@ def test_names_with_letters_missing_in_the_font_stay_distinguishable():
 
 
 def test_a_confusion_matrix_writes_its_counts():
-    one, other = (cells([[900, count], [0, 50]], ["a", "b"]) for count in (7, 8))  # 1% both
+    one, other = (cells([[900, count], [0, 50]], ["a", "b"]) for count in (7, 8))  # both about 1 %
     assert np.ptp(one[0][1], axis=(0, 1)).max() > 100  # there is text, and it changes with the count
     assert np.abs(one[0][1] - other[0][1]).max() > 100
-    assert np.ptp(one[1][0]) == 0  # an empty cell is left empty
+    assert np.ptp(one[1][0]) == 0  # an empty cell has no text
     assert (one[1][1] == other[1][1]).all()
 
 

@@ -1,4 +1,4 @@
-"""The metrics of sequential recommendation against the protocol, one user at a time."""
+"""Tests the metrics of sequential recommendation against the protocol, one user at a time."""
 
 import numpy as np
 import pytest
@@ -14,14 +14,14 @@ CUTOFFS = (1, 5, 10, 20)
 
 
 def slow_place(scores, target, rivals):
-    """The middle of the places that the target can take where its score is tied."""
+    """Returns the middle of the places that a target can take among ties."""
     above = sum(scores[rival] > scores[target] for rival in rivals)
     tied = sum(scores[rival] == scores[target] for rival in rivals)
     return above + tied / 2
 
 
 def slow_lists(rankings, split):
-    """What share of the catalogue is recommended, and what share of users have it in training, on average."""
+    """Returns the recommended share of the catalogue, and the mean share of users that have the items in training."""
     trained_on = [set(row[:-2] if len(row) >= 3 else row) for row in ITEMS]
     found = {}
     for k in CUTOFFS:
@@ -33,10 +33,10 @@ def slow_lists(rankings, split):
 
 
 def slow_scores(run, split, mask_seen):
-    """The protocol in words, one user at a time: last item = test, the one before = validation, the rest = history.
+    """Computes the protocol one user at a time: the last item is for the test, the one before for validation.
 
-    For the test the validation item is history too. All items are ranked, or all that the user has not had, and the
-    target with its 100 candidates.
+    The other items are the history, which includes the validation item for the test. All items are ranked, or all
+    that are new to the user, and the target with its 100 candidates.
     """
     held_back = {"val": 2, "test": 1}[split]
     dataset, maxlen = run.task.splits()[split], run.task.config.maxlen
@@ -73,9 +73,7 @@ def test_metrics_equal_the_protocol_for_each_user_and_any_batch_size(more, mask_
     expected = None
     for size in (1, 7, 512):
         run = assembled(argv, *more, "--eval-batch-size", str(size))
-        for (
-            parameter
-        ) in run.learner.objective.parameters():  # the initial model of a small width hardly tells users apart
+        for parameter in run.learner.objective.parameters():  # initial weights hardly tell users apart
             parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).double()
         run.learner.objective.eval()
         if expected is None:
@@ -90,7 +88,7 @@ def test_metrics_equal_the_protocol_for_each_user_and_any_batch_size(more, mask_
 def test_the_test_data_cover_the_relevant_cases(argv):
     evaluated = [row for row in ITEMS if len(row) >= 3]
     for held_back in (1, 2):
-        assert any(row[-held_back] in row[:-held_back] for row in evaluated)  # which a mask must not remove
+        assert any(row[-held_back] in row[:-held_back] for row in evaluated)  # a mask must not remove it
     assert any(len(set(row[:-2])) > 6 for row in evaluated)  # seen, but beyond --maxlen
     val = make_batch(assembled(argv).task, "val", range(len(evaluated)))
-    assert (val["candidates"] == val["target"].unsqueeze(1)).any()  # a tie with itself
+    assert (val["candidates"] == val["target"].unsqueeze(1)).any()  # the target ties with itself

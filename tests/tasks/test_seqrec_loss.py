@@ -1,4 +1,4 @@
-"""The training loss of sequential recommendation against slow forms, whole and in parts."""
+"""Tests the training loss of sequential recommendation against slow forms, whole and in parts."""
 
 from functools import partial
 from itertools import pairwise
@@ -19,7 +19,7 @@ def make_objective(task):
 
 
 def loss_and_gradients(objective, *batches):
-    """Of the sum over the batches."""
+    """Returns the summed loss of the batches, and its gradients."""
     loss = torch.stack([objective(batch)["loss"] for batch in batches]).sum()
     return loss, torch.autograd.grad(loss, list(objective.parameters()))
 
@@ -52,7 +52,7 @@ every_loss = pytest.mark.parametrize("loss", LOSS_SETTINGS)
 
 
 def slow_loss(objective, batch, of_position):
-    """User by user, without padding, position by position."""
+    """Sums the loss of each position of each user without padding."""
     total = torch.zeros((), dtype=torch.float64)
     for b, length in enumerate(batch["length"]):
         states = objective.model.encode(
@@ -126,7 +126,7 @@ def test_every_rank_calls_a_collective_model_equally_often(mode, cache_dir):
 def test_cutting_batches_keeps_every_sample_and_drops_only_padding(size, loss, cache_dir):
     batch = rows_of(make_batch(make_task(cache_dir, loss=loss, last_items_only=True)), slice(size))
     parts = list(by_length(batch))
-    splits = size >= 8 and int(batch["length"].sum()) < 0.9 * batch["items"].numel()  # else it does not pay
+    splits = size >= 8 and int(batch["length"].sum()) < 0.9 * batch["items"].numel()  # else splitting does not pay
     assert splits == (size in (10, 34))
     assert len(parts) == (len(torch.arange(size).chunk(4)) if splits else 1)
     row = {index: b for b, index in enumerate(batch["index"].tolist())}

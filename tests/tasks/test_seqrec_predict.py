@@ -1,4 +1,4 @@
-"""Recommendations of a finished run of sequential recommendation, from a user's file to original ids."""
+"""Tests recommendations of a finished sequential run, from a user's file to original ids."""
 
 import csv
 import json
@@ -21,7 +21,7 @@ def name(item):
 
 @pytest.fixture(params=[[], ["--no-time"]], ids=["TiSASRec", "SASRec"])
 def trained(request, tmp_path, run_here):
-    """A run on a file with names of its own for columns, users and items."""
+    """Trains on a file with custom names of columns, users and items; returns the run and whether it uses times."""
     data, run = tmp_path / "log.csv", tmp_path / "run"
     lines = [f'{t},"u{u}",{name(i)}' for u, row in enumerate(ITEMS) for i, t in zip(row, TIMES[u], strict=True)]
     data.write_text("\n".join(["seconds,buyer,item", *lines]))
@@ -50,7 +50,7 @@ HISTORY = f"buyer,item,seconds\nnew,{name(1)},1\n"
 
 
 def slow_scores(run, items, times):
-    """One user's scores of all items, by the plain model of the run."""
+    """Returns one user's scores of all items from the plain model of the run."""
     gaps = [b - a for a, b in pairwise(times) if b > a]
     scaled = [round((t - times[0]) / min(gaps, default=1)) + 1 for t in times]
     model, shown = load_run(run), items[-6:]

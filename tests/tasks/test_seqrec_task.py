@@ -1,4 +1,4 @@
-"""Sequential recommendation by the command line: every mode, several devices, mistakes, and what it learns."""
+"""Tests sequential recommendation on the command line: modes, several devices, mistakes, and learning."""
 
 import json
 
@@ -30,7 +30,7 @@ def run_main(argv, directory, *more):
 
 
 def assert_complete(results, directory):
-    """All 32 metrics, which make sense, and the best by the one that selects."""
+    """Asserts that all 32 metrics exist and are consistent, and that the best epoch is that of the monitored metric."""
     metrics = results["metrics"]
     assert set(metrics) == {f"test/{name}" for name in METRICS}
     assert all(0 <= value <= 1 for value in metrics.values())
@@ -121,7 +121,7 @@ def test_optimizer_has_the_published_memory_and_no_decay(argv):
     ids=["TiSASRec, mHC", "SASRec, bce", "TiSASRec, whole histories"],
 )
 def test_resumes_bit_identically(more, argv, tmp_path, signals_restored):
-    """With dropout and drawn negatives, from the middle of the second epoch."""
+    """The run has dropout and drawn negatives, and resumes in the middle of the second epoch."""
     argv = [*argv, *more, "--epochs", "3", "--save-every-steps", "2", "--keep-checkpoints", "0"]
     whole, again = tmp_path / "whole", tmp_path / "again"
     run_main(argv, whole)
@@ -139,13 +139,13 @@ EXACT = ["--dropout", "0", "--dtype", "float64", "--global-batch-size", "16", "-
 
 
 def write_small(path, item_of=lambda number: number):
-    """Eight users with six of nine items each, one a second."""
+    """Writes eight users with six of nine items each, one item per second."""
     rows = [(user, item_of((3 * user + day) % 9), 978300000 + day) for user in range(8) for day in range(6)]
     path.write_text("".join(f"{user} {item} {time}\n" for user, item, time in rows))
 
 
 def test_changed_interactions_are_reported(run_here, tmp_path):
-    """Of the same items, and as many; and the same ones split in another way."""
+    """The other interactions have the same items and counts; another split of the same ones is reported too."""
     data, said = tmp_path / "data.txt", "The split into training and held-out data differs from the checkpoint"
     argv = ["--task", "seqrec", "--data-dir", data, "--hidden-units", 8, "--k-core", 0, "--num-threads", 1]
     argv += ["--epochs", 1, "--save-dir", tmp_path / "run"]
@@ -199,7 +199,7 @@ def test_two_processes_equal_one(argv, command, tmp_path, signals_restored):
 
 @pytest.mark.parametrize("more", [["--l2-emb", "0.01", *MHC], ["--loss", "bce"], ["--loss", "gbce", "--no-time", *MHC]])
 def test_replicas_equal_one_device(more, argv, tmp_path):
-    """Whole batches in parts by length on one device, small ones in one part on the replicas."""
+    """One device computes whole batches in parts by length, while the replicas compute small batches in one part."""
     one, test_one = trained(SingleDevice(CPU), tmp_path / "one", *argv, *EXACT, *more)
     many, test_many = trained(ReplicasOnCpu(2), tmp_path / "many", *argv, *EXACT, *more, "--batch-size", "3")
     assert largest_difference(one, many) < 1e-8
@@ -213,7 +213,7 @@ HEAD = "user item time\n"
 
 @pytest.fixture
 def refused(capsys, tmp_path, cache_dir):
-    """A command line that must be refused with one line for each part, and write nothing."""
+    """Returns a function that asserts that a command line is refused with one line per part and writes nothing."""
 
     def run(parts, *args):
         argv = ["--task", "seqrec", "--cache-dir", str(cache_dir), "--num-threads", "1", "--save-dir"]
@@ -306,7 +306,7 @@ def test_data_without_times_trains_without_them(argv, data_file, tmp_path, signa
 
 
 def popularity_ndcg_at_10(task):
-    """Of ranking by how often an item is trained on, among what the user has not had."""
+    """Returns NDCG@10 of a ranking by how often an item is trained on, without items that the user has had."""
     train, val = (task.splits()[name] for name in ("train", "val"))
     batch = train.__getitems__(SampleKeys(np.arange(len(train)), epoch=0))
     trained_on = np.concatenate([batch["items"][:, 0], batch["targets"].ravel()])
@@ -322,7 +322,7 @@ def popularity_ndcg_at_10(task):
 
 @pytest.mark.slow
 def test_times_predict_better_than_order_and_order_better_than_popularity(cache_dir, tmp_path, signals_restored):
-    """On the generated catalogue with the default training: popularity < SASRec < TiSASRec, plain and with mHC."""
+    """On the generated catalogue with default training, popularity < SASRec < TiSASRec, with and without mHC."""
     found = {}
     for mode in MODES:
         argv = ["--task", "seqrec", "--cache-dir", str(cache_dir), "--eval-every", "10", *MODES[mode]]

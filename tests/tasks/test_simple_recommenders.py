@@ -1,4 +1,4 @@
-"""Simple recommenders as models of seqrec and kgat: scored, saved, resumed and used like trained ones."""
+"""Tests simple recommenders as models of seqrec and kgat: scored, saved, resumed and used like trained ones."""
 
 import csv
 import json
@@ -98,7 +98,7 @@ def test_popularity_ranks_by_training_users(make_task, tmp_path):
 
 
 def write_walks(path, next_item):
-    """60 users, who each go from item to item eight times; another item behind would be the next one."""
+    """Writes 60 users who move eight times from an item to its next item."""
     rows = [(user, user % 12, 0) for user in range(60)]
     for user, item, _ in rows[:60]:
         for time in range(1, 9):
@@ -139,7 +139,7 @@ def test_a_run_beaten_by_baselines_reports_their_scores(run_here, tmp_path):
 
 
 def test_a_run_that_beats_the_baselines_gets_no_advice(run_here, tmp_path):
-    data = write_walks(tmp_path / "same.txt", lambda item: item)  # which no table has: an item leads to others
+    data = write_walks(tmp_path / "same.txt", lambda item: item)  # no table predicts the same item
     argv = [*WALKS, "--data-dir", data, "--no-mask-seen", "--epochs", 30, "--lr", 1e-2]
     out = run_here(*argv, "--eval-every", 30, "--save-dir", tmp_path / "run").out
     assert "Simple baselines reach val/ndcg@10" in out and "this run is not better than" not in out
@@ -196,5 +196,5 @@ def test_flags_that_contradict_each_other_are_refused_by_one_line(run_here, tmp_
 
 
 def test_flags_of_a_file_that_contradict_each_other_are_refused(run_here, tmp_path):
-    (tmp_path / "flags.toml").write_text("task = 'seqrec'\nno-time = true\nmodel = 'tisasrec'")  # the default
+    (tmp_path / "flags.toml").write_text("task = 'seqrec'\nno-time = true\nmodel = 'tisasrec'")  # the default model
     assert "cannot be combined" in run_here("--config", tmp_path / "flags.toml", status=2).err

@@ -1,6 +1,6 @@
-"""What a run learns of speech is what a bare loop learns: one utterance at a time, torch's CTC and AdamW, in float64.
+"""Tests that a speech run learns what a bare loop learns with single utterances, torch's CTC and AdamW in float64.
 
-The bare loop knows the model, the samples as drawn and which of them make a step; nothing is ever padded in it.
+The bare loop uses the model, the drawn samples and their division into steps, and never pads.
 """
 
 from functools import partial
@@ -33,7 +33,7 @@ CASES = {
 
 
 def bare_loop(task, divide=lambda sample: 1):
-    """The weights that it comes to, and the mean loss of each epoch. divide: the loss of a sample by what."""
+    """Returns the final weights, and the mean loss of each epoch. divide: returns the divisor of a sample's loss."""
     torch.manual_seed(0)
     objective = task.build_objective().double()
     task.initialise(objective)
@@ -75,7 +75,7 @@ def ctc(model, sample):
 
 
 def ctc_of_two_views(model, sample, consistency):
-    """CR-CTC, written as its paper has it."""
+    """Computes CR-CTC as in its paper."""
     sample = {name: torch.from_numpy(values) for name, values in sample.items()}
     a, b = (log_probs_of(model, sample, masks) for masks in (slice(0, 2), slice(2, 4)))
     apart = [F.kl_div(x, y.detach(), reduction="sum", log_target=True) for x, y in ((a, b), (b, a))]
@@ -88,7 +88,7 @@ def loss_of(log_probs, sample):
 
 
 def run_and_task(case, run_here, make_task, directory):
-    """The weights that a run comes to, and its task."""
+    """Returns the final weights of a run, and its task."""
     write, more = CASES[case]
     argv = [*FLAGS, *more, "--data-dir", write(directory / "data")]
     run_here(*argv, "--batch-size", 4, "--save-dir", directory / "run")
@@ -99,13 +99,13 @@ def run_and_task(case, run_here, make_task, directory):
 def test_a_run_matches_a_bare_loop(case, run_here, make_task, tmp_path):
     found, task = run_and_task(case, run_here, make_task, tmp_path)
     expected, losses = bare_loop(task)
-    # A softmax is blind to the bias of its keys: what Adam makes of that gradient is rounding.
+    # The softmax ignores the bias of its keys, so Adam turns the rounding of its gradient into steps.
     assert difference(found, expected) < (1e-9 if case == "lmu" else 1e-12)
     assert losses[-1] < losses[0]
 
 
 def test_ctc_is_not_divided_by_the_length_of_a_transcript(run_here, make_task, tmp_path):
-    """The negative control: the mean that torch takes by default, which does not add up over devices."""
+    """This negative control takes torch's default mean, which does not add up over devices."""
     found, task = run_and_task("streaming", run_here, make_task, tmp_path)
     wrong, _ = bare_loop(task, divide=lambda sample: int(sample["target_length"][0]))
     assert difference(found, wrong) > 1e-3

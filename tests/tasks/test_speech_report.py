@@ -1,4 +1,4 @@
-"""Error rates of a whole set, its worst utterances, words with their times, and how utterances are drawn."""
+"""Tests error rates of a set, its worst utterances, words with their times, and pictures of utterances."""
 
 import json
 
@@ -79,7 +79,7 @@ SYMBOLS = (" ", "a", "b")
 
 
 def sure_of(path: str, confidence: float = 0.9) -> np.ndarray:
-    """Log-probabilities of one symbol a frame; '-' is the blank."""
+    """Returns log-probabilities, (frames, symbols), with one probable symbol a frame; '-' is the blank."""
     shares = np.full((len(path), 4), (1 - confidence) / 3)
     for frame, symbol in enumerate(path):
         shares[frame, ("-", *SYMBOLS).index(symbol)] = confidence
@@ -122,7 +122,7 @@ BELOW = TOP + SPECTROGRAM_HEIGHT + GAP
 
 
 def drawn(path, features=None, said="a", decoded="a", symbols=("a", " ", "c")):
-    """One utterance, amid padding. path: the one symbol that is probable in each frame."""
+    """Draws one utterance with padding. path: the one symbol that is probable in each frame."""
     features = torch.zeros(2, 2) if features is None else features
     log_probs = torch.full((1, len(path) + 3, len(symbols) + 1), -30.0)
     log_probs[0, torch.arange(len(path)), torch.tensor(path, dtype=torch.int64)] = 0
@@ -141,7 +141,7 @@ def has(area, colour):
 
 
 def middle(picture, top, height, share):
-    """The colour in the middle of a row of the plot, at a share of its width."""
+    """Returns the colour in the middle of a row of the plot, at a share of its width."""
     return tuple(picture[round(top + height / 2), round(LABELS + share * PLOT_WIDTH)].tolist())
 
 

@@ -1,4 +1,4 @@
-"""Speech recognition by the command line: the same on any number of devices, after a kill anywhere, and in use."""
+"""Tests speech recognition on the command line: on any number of devices, after a kill anywhere, and in use."""
 
 import csv
 import json
@@ -52,7 +52,7 @@ ERROR_RATES = ("test/wer", "test/cer", "test/string_error_rate")
 
 
 def test_recordings_that_change_order_after_the_checkpoint_are_reported(run_here, tmp_path):
-    """One that was trained on is of the test then."""
+    """Swapping two recordings moves one from the training data to the test data."""
     data, said = write_digits(tmp_path / "digits"), "The split into training and held-out data differs from the"
     write_wav(data / "0_anna_7.wav", tone(0, "anna", 7)[:-400])
     argv = [*RUN, "--data-dir", data, "--epochs", 1, "--save-dir", tmp_path / "run"]
@@ -65,7 +65,7 @@ def test_recordings_that_change_order_after_the_checkpoint_are_reported(run_here
 
 
 def assert_close(one, other):
-    """Weights and losses nearly, and errors exactly: they are whole numbers over whole numbers."""
+    """Asserts nearly equal weights and losses, and equal error rates, which are ratios of whole numbers."""
     for name, value in weights(one).items():
         torch.testing.assert_close(weights(other)[name], value, rtol=1e-9, atol=1e-11)
     assert results_of(other)["metrics"] == pytest.approx(results_of(one)["metrics"], rel=1e-9)
@@ -91,7 +91,7 @@ def test_any_micro_batches_give_the_same_weights(more, digits, run_here, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("nproc", [2, 3])
 def test_any_number_of_processes_gives_the_same_weights(nproc, digits, run_here, command, tmp_path):
-    """The last step has two samples and validation as many, so of three processes one has none."""
+    """The last step and validation have two samples each, so one of three processes has none."""
     argv = [*RUN, *EXACT, "--data-dir", digits, "--val-share", 0.05, "--keep-checkpoints", 0, "--save-every-steps", 3]
     out, _ = run_here(*argv, "--batch-size", 20, "--save-dir", tmp_path / "one")
     assert "Data: 46 train, 2 val, 24 test samples" in out
@@ -130,7 +130,7 @@ def test_replicas_equal_one_device(more, digits, cache_dir, tmp_path):
     "more", [STRINGS, ["--batch-by", "seconds", "--streaming"]], ids=["growing strings", "running statistics"]
 )
 def test_resumes_bit_identically(more, digits, run_here, tmp_path):
-    """With dropout and augmentation, from the middle of each epoch."""
+    """The run has dropout and augmentation, and resumes in the middle of each epoch."""
     argv = [*RUN, "--data-dir", digits, *more, "--batch-size", 8, "--save-every-steps", 3, "--keep-checkpoints", 0]
     argv += ["--eval-every", 2]
     whole = tmp_path / "whole"
@@ -157,11 +157,11 @@ def test_the_longest_strings_of_an_epoch_are_tried(digits, make_task):
     assert dataset.lengths(5).max() > 2 * dataset.lengths(0).max()
 
 
-# --- what is said to be wrong ------------------------------------------------------------------------------------
+# --- reported errors ---------------------------------------------------------------------------------------------
 
 
 def edits(reference, hypothesis):
-    """By the table of Wagner and Fischer."""
+    """Returns the edit distance by the table of Wagner and Fischer."""
     row = list(range(len(hypothesis) + 1))
     for i, one in enumerate(reference, 1):
         before, row[0] = row[0], i
@@ -172,7 +172,7 @@ def edits(reference, hypothesis):
 
 @pytest.fixture(scope="module")
 def spoken(command, tmp_path_factory):
-    """A run whose training data are no more."""
+    """Returns a run whose training data have been deleted."""
     folder = tmp_path_factory.mktemp("spoken")
     argv = [*RUN, *PLAIN, "--epochs", 12, "--eval-every", 12, "--data-dir", write_sentences(folder / "data")]
     command("main.py", *argv, "--save-dir", folder / "run")
@@ -182,7 +182,7 @@ def spoken(command, tmp_path_factory):
 
 @pytest.fixture
 def recognised(run_here, spoken):
-    """The table of what is recognised."""
+    """Returns a function that returns the rows of the table of transcripts."""
 
     def run(path, *more):
         out, _ = run_here("--task", "speech", "--predict", path, "--save-dir", spoken, "--dtype", "float64", *more)
@@ -228,7 +228,7 @@ def test_pictures_show_what_was_heard(sentences, run_here, tmp_path):
     assert [event.step for event in shown.Images("test/utterances")] == validated[-1:]
 
 
-# --- recognising -------------------------------------------------------------------------------------------------
+# --- transcribing ------------------------------------------------------------------------------------------------
 
 
 def assert_sensible(row, seconds):
@@ -247,7 +247,7 @@ def assert_sensible(row, seconds):
 
 @pytest.mark.parametrize("beam", [1, 4])
 def test_new_recordings_are_transcribed_with_the_times_of_words(beam, recognised, tmp_path):
-    """Without the data that it was trained on; of recordings of any rate and length, whatever the batches."""
+    """The training data are gone, and the recordings have any rate and length."""
     folder = tmp_path / "new"
     (folder / "deep").mkdir(parents=True)
     seconds = {}
@@ -268,7 +268,7 @@ def test_new_recordings_are_transcribed_with_the_times_of_words(beam, recognised
 
 
 def test_a_language_model_changes_transcripts(recognised, tmp_path):
-    """One that has hardly ever seen another letter than o."""
+    """The model has hardly ever seen a letter other than o."""
     model = tmp_path / "o.arpa"
     lines = ["\\data\\", "ngram 1=8", "", "\\1-grams:", "-99 <s>", "-1 </s>", "-0.1 o"]
     lines += [*(f"-9 {letter}" for letter in ("e", "n", "t", "w", "<space>")), "", "\\end\\"]
@@ -324,7 +324,6 @@ def test_file_names_need_not_be_utf_8(make_task, recognised, tmp_path):
 
 
 def test_text_has_single_spaces(monkeypatch, tmp_path, recognised):
-    """Whatever symbols come out."""
     monkeypatch.setattr(Alphabet, "decode", lambda self, ids: "  a   b ")
     (row,) = recognised(write_wav(tmp_path / "a.wav", tone(0)))
     assert row["text"] == "a b"
@@ -358,7 +357,7 @@ def test_audio_in_chunks_gives_the_same_transcript_as_the_whole(digits, make_tas
             torch.testing.assert_close(torch.cat(parts, dim=1), whole, rtol=0, atol=1e-10)
 
 
-# --- what is trained on ------------------------------------------------------------------------------------------
+# --- training data -----------------------------------------------------------------------------------------------
 
 
 def speakers_of(names):
@@ -421,7 +420,7 @@ TOO_LONG = "a man a plan a canal panama"
 
 @pytest.fixture
 def with_a_long_one(tmp_path):
-    """A corpus of which one transcript has more characters than its recording has frames."""
+    """Returns a corpus with one transcript that has more characters than its recording has frames."""
     folder = write_sentences(tmp_path / "sentences")
     for i in range(24):
         name = f"{i:02d}"
@@ -540,7 +539,7 @@ def test_holding_out_unknown_speakers_is_refused(refused, sentences, cache_dir, 
 
 
 def test_a_short_run_learns(run_here, tmp_path):
-    """Of the generated speech in less than an epoch, much more than how often letters are said."""
+    """Less than an epoch of the generated speech teaches much more than the frequency of letters."""
     model = ["--width", 32, "--num-blocks", 1, "--channels", 8, "--dropout", 0, "--augmentation", 0]
     argv = ["--task", "speech", *model, "--num-threads", 1, "--max-steps", 110, "--batch-size", 8, "--lr", 0.02]
     run_here(*argv, "--save-dir", tmp_path)

@@ -1,4 +1,4 @@
-"""What a run learns of tables is what a bare loop learns: a table at a time, no padding, torch's AdamW, in float64."""
+"""Tests that a tabular run learns what a bare loop learns with single tables and torch's AdamW in float64."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ FLAGS = [
 
 
 def bare_loop(task, divide=lambda sample: 1):
-    """The weights that it comes to. divide: the loss of a table by what."""
+    """Returns the final weights. divide: returns the divisor of a table's loss."""
     torch.manual_seed(0)
     model = task.build_objective().double().model.train()
     params, data = list(model.parameters()), task.splits()["train"]
@@ -49,7 +49,7 @@ def cross_entropy(model, table):
 
 @pytest.fixture
 def run_and_task(run_here, make_task, tmp_path):
-    """The weights that a run comes to, and its task."""
+    """Returns the final weights of a run, and its task."""
     argv = [*FLAGS, *SMALL_PRIOR]
     run_here(*argv, "--batch-size", 4, "--save-dir", tmp_path / "run")
     return load(tmp_path / "run" / "final.pth")["model"], make_task(*argv)
@@ -61,7 +61,7 @@ def test_a_run_matches_a_bare_loop(run_and_task):
 
 
 def test_a_table_is_weighted_by_its_queries(run_and_task):
-    """The negative control: a mean of the tables' means, which is another where they are of different sizes."""
+    """This negative control averages the means of tables, which differs if tables have different sizes."""
     found, task = run_and_task
     wrong = bare_loop(task, divide=lambda table: table["targets"].size)
     assert difference(found, wrong) > 1e-3

@@ -1,4 +1,4 @@
-"""The classifier of tables keeps to scikit-learn's convention, and says what the model says."""
+"""Tests that the classifier of tables keeps to scikit-learn's convention and predicts what the model predicts."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def moons(num_rows, seed):
 
 
 class Frame(dict):
-    """Columns by name, as a data frame gives them."""
+    """Columns by name, like a data frame."""
 
     @property
     def columns(self):
@@ -65,7 +65,7 @@ def test_a_saved_classifier_predicts_equally(fitted, tmp_path):
 
 
 def test_strings_gaps_and_ids_are_accepted(fitted):
-    """Columns of texts are categories, gaps are missing values, and what names rows is left out."""
+    """Texts become categories, gaps become missing values, and a column that names rows is left out."""
     rng = np.random.default_rng(0)
     colour = rng.choice(["red", "green", "blue"], 90)
     x = np.empty((90, 3), object)
@@ -123,7 +123,7 @@ def test_weights_that_cannot_be_tuned_or_used_are_refused(tmp_path):
 
 
 def test_tuning_and_prediction_use_equal_inputs(monkeypatch):
-    """Without what is left out; infinite numbers are missing, and long texts take no memory."""
+    """Both lack the id column, infinite numbers are missing, and long texts take no memory."""
     seen = []
 
     def stop(task, data_dir, **_):
@@ -267,7 +267,7 @@ def test_tuning_on_two_devices_matches_one_device(capsys):
 
 @pytest.mark.slow
 def test_the_classifier_passes_the_checks_of_scikit_learn(monkeypatch):
-    for name in ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"):  # as scikit-learn sets them for good
+    for name in ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"):  # scikit-learn sets these permanently
         monkeypatch.setenv(name, "TRUE")
     checks = pytest.importorskip("sklearn.utils.estimator_checks")
     results = checks.check_estimator(TabularClassifier(num_estimators=1), on_fail=None)

@@ -1,5 +1,3 @@
-"""--test-data and --id of tables."""
-
 import csv
 import io
 
@@ -51,7 +49,7 @@ def test_a_folder_names_training_validation_and_test_files(run_here, tmp_path):
     assert "Data: 60 train, 14 test samples" in run_here(*argv).out
     tuned = run_here(*argv, "--tune", "lora", "--epochs", 1, "--num-episodes", 16, "--save-dir", tmp_path / "run").out
     assert "Data: 16 train, 21 val, 14 test samples" in tuned
-    write(folder / "test.csv", [(f"r{k}", k - 3) for k in range(7)], "id,x")  # as Kaggle has it
+    write(folder / "test.csv", [(f"r{k}", k - 3) for k in range(7)], "id,x")  # Kaggle's test files have no labels
     out = run_here(*argv).out
     assert f"--data-dir {folder}/test.csv: has no column 'y', so it is not scored; --predict can" in out
     assert "Data: 48 train, 12 test samples" in out

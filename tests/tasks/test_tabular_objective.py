@@ -14,9 +14,9 @@ def slow_area(scores, targets):
 
 def test_the_area_under_the_curve_equals_a_count_of_pairs():
     rng = torch.Generator().manual_seed(0)
-    scores = torch.rand(6, 40, 4, generator=rng).mul(8).round()  # with many ties
+    scores = torch.rand(6, 40, 4, generator=rng).mul(8).round()  # makes many ties
     targets = torch.randint(-1, 4, (6, 40), generator=rng)
-    targets[5] = targets[5].clamp(max=2)  # a class that no row is of
+    targets[5] = targets[5].clamp(max=2)  # no row of the last table has class 3
     found = area_under_curve(scores, targets)
     for area, of_table, its_targets in zip(found, scores, targets, strict=True):
         torch.testing.assert_close(float(area), slow_area(of_table, its_targets))

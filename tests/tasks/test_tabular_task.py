@@ -1,4 +1,4 @@
-"""Tables by the command line: the same on any number of devices, after a kill anywhere, and in use on a table."""
+"""Tests tabular runs on the command line: on any number of devices, after a kill anywhere, and on a user's table."""
 
 import csv
 import json
@@ -65,7 +65,7 @@ def test_resumes_bit_identically(run_here, tmp_path):
 
 
 def test_the_model_separates_as_many_classes_as_the_context_has(make_task):
-    """Or answers for tables of more classes would rest on weights that nothing has trained."""
+    """Otherwise answers for tables with more classes would rest on untrained weights."""
     task = make_task("--task", "tabular", *SMALL_PRIOR, *SMALL_MODEL)
     assert task.build_objective().model.max_classes == 3
     for dataset in task.splits().values():
@@ -100,7 +100,7 @@ def test_the_largest_synthetic_tables_are_tried(make_task):
     assert largest.tolist() == train.largest(3, 2).tolist() != [0, 1]
 
 
-# --- a table of a user's -----------------------------------------------------------------------------------------
+# --- a user's table ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ def test_new_rows_are_classified_without_training(table, new_rows, run_here, tmp
         row["kind"] == ("big" if float(new["size"]) > 0.3 and new["colour"] != "green" else "small")
         for row, new in zip(rows, told, strict=True)
     ]
-    assert sum(right) >= 190  # 158 are small
+    assert sum(right) >= 190  # 158 rows are small
     for row in rows:
         p = {name: float(row[f"p({name})"]) for name in ("big", "small")}
         assert sum(p.values()) == pytest.approx(1, abs=2e-4) and max(p, key=p.get) == row["kind"]
@@ -163,7 +163,7 @@ def test_tuning_changes_only_its_weights_and_keeps_the_better_ones(tune, table, 
 
 
 def sorted_checkpoints(directory):
-    """The first and the last."""
+    """Returns the first and the last checkpoint."""
     entries = json.loads((directory / "manifest.json").read_text())["checkpoints"]
     return [entries[0]["file"], entries[-1]["file"]]
 
@@ -192,7 +192,7 @@ def test_a_run_first_prints_how_it_read_the_table(new_rows, run_here, tmp_path):
     assert "Each prediction learns from 16 of 72 rows with known classes (--max-context)." in out
     table, err = run_here(*argv, "--predict", new_rows)
     assert table.startswith("kind,p(big),p(small)") and table.count("\n") == 201
-    assert err.splitlines()[1:7] == out[start : start + 6]  # below a line on the weights
+    assert err.splitlines()[1:7] == out[start : start + 6]  # below a line about the weights
 
 
 def test_a_tuned_model_refuses_another_context_table(table, new_rows, run_here, refused, tmp_path):
@@ -219,7 +219,7 @@ def test_a_run_with_classes_named_by_floats_predicts(table, new_rows, make_task)
 
 
 def test_tuning_does_not_resume_with_other_data(table, run_here, refused, tmp_path):
-    """Neither from pre-training, whose best score is another measure, nor from another table."""
+    """Neither a pre-trained run, whose best score is another measure, nor a run on another table resumes."""
     run_here(*TASK, *SMALL_PRIOR, "--epochs", 1, "--save-dir", tmp_path / "learned")
     argv = [*TASK, "--label", "kind", "--tune", "base", "--num-episodes", 2, "--epochs", 2, "--num-estimators", 1]
     learned = tmp_path / "learned"
