@@ -81,7 +81,7 @@ def test_random_choices_within_a_table_are_correlated():
 
 
 def test_classes_of_drawn_tables_can_be_predicted():
-    """Other questions than those of the filter find it too."""
+    """Random ferns with another seed than the filter's find it too."""
     batch = PriorTables(PriorSettings(version=2, rows=(400, 400)), 0, 60).__getitems__(SampleKeys(np.arange(60), 0))
     found = []
     for i, num_context in enumerate(batch["num_context"]):
