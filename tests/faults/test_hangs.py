@@ -74,7 +74,7 @@ def test_an_exception_ends_the_process_while_a_thread_is_stuck_in_cpp(environmen
         ("workers forward 1", [75, 1], "failed", "rank 1 of 2 lost data-loading worker"),
     ],
 )
-def test_an_exception_of_the_task_on_one_rank_ends_all_ranks(fault, statuses, state, told, environment, tmp_path):
+def test_an_exception_or_dead_worker_on_one_rank_ends_all_ranks(fault, statuses, state, told, environment, tmp_path):
     """Some of the exceptions derive from `BaseException` but not from `Exception`."""
     argv = ["--multi-gpu", "ddp", *TINY[:-4], "--save-dir", tmp_path / "run"]
     argv += ["--num-workers", 1] * fault.startswith("workers")

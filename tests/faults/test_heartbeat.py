@@ -116,7 +116,7 @@ def test_a_stopped_process_can_be_ended(neighbours, sleeper):
 
 
 @needs_descriptors
-def test_a_reused_process_id_is_neither_mistaken_nor_ended(neighbours, sleeper):
+def test_a_dead_process_is_gone_and_ending_it_has_no_effect(neighbours, sleeper):
     sleeper.kill()
     sleeper.wait()
     assert neighbours.is_gone(3)

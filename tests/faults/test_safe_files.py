@@ -27,7 +27,10 @@ from trainer.loading.cache import cached_arrays
 
 TINY = ["--task", WEIGHTED, "--epochs", 2, "--num-train", 24, "--batch-size", 8, "--num-threads", 1, "--device", "cpu"]
 HAR = ["--mode", "first", "--hidden-dims", 8, "--epochs", 1, "--batch-size", 256, "--num-threads", 1, "--device", "cpu"]
-pytestmark = pytest.mark.usefixtures("no_rank_variables")
+pytestmark = [
+    pytest.mark.usefixtures("no_rank_variables"),
+    pytest.mark.filterwarnings("ignore:Detected pickle protocol"),
+]
 
 
 # --- checkpoints made to execute code ----------------------------------------------------------------------------
@@ -62,9 +65,6 @@ def harm(request, tmp_path):
 def trained(run_here, tmp_path):
     run_here(*TINY, "--save-dir", tmp_path / "run")
     return tmp_path / "run"
-
-
-pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 
 
 @pytest.mark.parametrize(

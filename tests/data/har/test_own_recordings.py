@@ -170,7 +170,7 @@ def test_spellings_of_a_name_are_one_class_and_one_person(load, tmp_path):
     assert "These spellings count as one name: 1 and 1.0; 02 and 2 and 2.0; 1 and 1.0; YES and yes." in loaded.remarks
     assert has_row(loaded, "activity", "label", "6 classes; 36 rows without a label")
     alone = load(write(tmp_path / "alone.csv", rows_of([("a", "1.0", 12), ("a", "2.0", 12)])))
-    assert alone.recordings.classes == ("1.0", "2.0") and "Taken" not in " ".join(alone.remarks)
+    assert alone.recordings.classes == ("1.0", "2.0") and "spellings" not in " ".join(alone.remarks)
 
 
 def clocks(style):
