@@ -1,4 +1,4 @@
-"""The code of docs/own_task.md, run."""
+"""Runs the code of docs/own_task.md."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from trainer import SampleKeys
 
 
 def recipe(heading: str, **names: Any) -> dict[str, Any]:
-    """Returns the names that the code below a heading defines. names: what the code uses besides."""
+    """Returns the names that the code below a heading defines. names: other names that the code uses."""
     text = (ROOT / "docs" / "own_task.md").read_text()
     text = text.partition(f"### {heading}\n")[2]
     names |= {"np": np, "torch": torch, "Path": Path, "SampleKeys": SampleKeys}

@@ -1,4 +1,4 @@
-"""docs/comparison.md: its commands exist, its scripts measure what they say, and Lockstep's side of them runs."""
+"""Tests docs/comparison.md: its commands parse, its scripts detect differences, and Lockstep's side of them runs."""
 
 import ast
 import json
@@ -56,7 +56,7 @@ def test_page_states_the_versions_that_are_required():
 
 @pytest.fixture
 def start(command, tmp_path):
-    """Starts a run once more, as a process that notes what it does; returns the run."""
+    """Starts or resumes a run in a process that takes notes; returns the run."""
 
     def start(settings=SMALL, status=0, name="run", **asked):
         run = Run("lockstep", settings, tmp_path / name)

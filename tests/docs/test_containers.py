@@ -1,4 +1,4 @@
-"""docs/containers.md and examples/kubernetes.yaml: the program, torchrun and the shell understand their commands."""
+"""The program, torchrun and the shell accept the commands of docs/containers.md and examples/kubernetes.yaml."""
 
 import os
 import re
@@ -25,16 +25,16 @@ SLURM = {
     "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_GPUS_ON_NODE": "2", "SLURM_NTASKS": "2",
     "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
 }  # fmt: skip
-"""What srun tells its tasks, of one node with two."""
+"""Variables that srun sets for two tasks on one node."""
 
 
 def arguments_of(tokens: list[str]) -> list[str]:
-    """Those of main_multi_gpu.py in a command."""
+    """Returns the arguments of main_multi_gpu.py in a command."""
     return tokens[tokens.index("main_multi_gpu.py") + 1 :]
 
 
 def what_srun_starts(block) -> str:
-    """The command that each task runs."""
+    """Returns the command that each task runs."""
     (command,) = (command for command in commands_of(block) if command.startswith("srun "))
     _, flag, *started = shlex.split(command)
     assert flag.startswith("--ntasks-per-node=")
@@ -92,7 +92,7 @@ def test_the_manifests_belong_together():
     (node,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     pod = node["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert node["name"] == container["name"] == "node"  # as the trainer's torch policy asks for
+    assert node["name"] == container["name"] == "node"  # Kubeflow Trainer's torch policy asks for this name
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
@@ -105,7 +105,7 @@ def test_links_to_headings_exist():
 @pytest.mark.slow
 @pytest.mark.parametrize(("block", "num_tasks"), [(NODES, 1), (RANKS, 2)], ids=["torchrun", "ranks"])
 def test_a_run_started_by_srun_trains(block, num_tasks, environment, tmp_path):
-    """In a shell with SLURM's variables, on two CPU processes."""
+    """A shell with SLURM's variables stands in for srun, on CPU processes."""
     tiny = shlex.join(map(str, [*TINY, "--device", "cpu"]))
     folder = re.search(r"--save-dir (\S+)$", what_srun_starts(block))[1]
     script = what_srun_starts(block).replace(folder, f"{tmp_path}/run {tiny}")

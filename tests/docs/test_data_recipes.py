@@ -1,4 +1,4 @@
-"""The code for data sets in docs/own_task.md does what it promises."""
+"""Tests the code for data sets in docs/own_task.md."""
 
 from types import SimpleNamespace
 

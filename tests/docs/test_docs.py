@@ -1,4 +1,4 @@
-"""The documents say what the program does: its flags and their defaults, its files, commands that parse."""
+"""The pages match the program: flags and their defaults, files of a run, commands and links."""
 
 import re
 import runpy
@@ -22,13 +22,13 @@ OWN_TASK = "examples/own_task.py:Spirals"
 
 
 def reference(heading: str) -> str:
-    """A `## ` section of the quick reference."""
+    """Returns a `## ` section of the quick reference."""
     text = (ROOT / "QUICK_REFERENCE.md").read_text()
     return re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)[1]
 
 
 def rows(section: str) -> list[list[str]]:
-    """The cells of its tables' lines that begin with a name in code."""
+    """Returns the cells of table rows that begin with a name in code."""
     lines = [line for line in section.splitlines() if line.startswith("| `")]
     return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
 
@@ -37,7 +37,7 @@ def rows(section: str) -> list[list[str]]:
 
 
 def test_tables_of_flags_match_the_code():
-    """`python docs/make_flags.py` writes them."""
+    """`python docs/make_flags.py` writes these tables."""
     maker = runpy.run_path(str(ROOT / "docs" / "make_flags.py"))
     assert maker["PAGE"].read_text() == maker["page"]()
 
@@ -59,7 +59,7 @@ def test_help_fits_on_a_screen_and_help_all_shows_every_flag(script, task, monke
     visible = [option for option in options(*groups).values() if not option.hidden]
     assert names["--help-all"] == {option.name for option in visible}
     assert names["--help"] == {option.name for option in visible if option.common}
-    # An example of each task.
+    # Help shows an example command of each task.
     assert f"--task {task} " in shown["--help"] or task == default_task() or SCRIPTS[script]
 
 
@@ -74,13 +74,13 @@ def code_blocks(text: str) -> list[str]:
 
 
 def code_in(text: str) -> list[str]:
-    """Fenced blocks, and what stands in the running text, but for what is written as a pattern."""
+    """Returns the fenced blocks and the inline code of a page, but no inline pattern such as `--flag [value]`."""
     in_text = re.findall(r"`([^`\n]+)`", BLOCK.sub("", text))
     return [*code_blocks(text), *(code for code in in_text if "[" not in code)]
 
 
 def commands_in(block: str) -> list[tuple[str, list[str]]]:
-    """(script, arguments) of every line of a block that runs one of the two scripts."""
+    """Returns (script, arguments) of every line of a block that runs one of the two scripts."""
     found = []
     for line in block.replace("\\\n", " ").splitlines():
         if not any(script in line for script in SCRIPTS):
@@ -114,7 +114,7 @@ def documented_commands() -> list[tuple[str, str, tuple[str, ...]]]:
 
 
 def test_readme_shows_both_scripts():
-    """So that a change of the format does not silently leave nothing to check."""
+    """If the format of the pages changed, documented_commands might find no command to test."""
     shown = [script for document, script, _ in documented_commands() if document == "README.md"]
     assert shown.count("main.py") >= 3
     assert shown.count("main_multi_gpu.py") >= 5
@@ -123,14 +123,14 @@ def test_readme_shows_both_scripts():
 @pytest.mark.parametrize(("document", "script", "arguments"), documented_commands())
 def test_documented_command_parses(document, script, arguments, monkeypatch):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sys, "path", list(sys.path))  # a task's file adds its folder
-    # As on a machine with GPUs, whatever this one has.
+    monkeypatch.setattr(sys, "path", list(sys.path))  # loading a task's file adds its folder
+    # Commands are parsed as on a machine with GPUs.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     if {"--help", "--help-all"} & {*arguments}:
         return
     _, problems = parse(arguments, SCRIPTS[script])
-    # Files that the reader has and this machine does not.
+    # The reader has these files, and this machine does not.
     absent = re.compile(
         r"--(resume|init)-from(-partial)? \S+\.pth: does not exist"
         r"|--(data-dir|language-model) [^:]+: no such file or folder"
@@ -151,7 +151,6 @@ def test_links_in_pages_exist(document):
 
 
 def test_reference_lists_the_files_of_a_run(command, tmp_path):
-    """A real run leaves exactly the documented files, and its checkpoint holds the documented entries."""
     arguments = ["--num-points", "64", "--epochs", "1", "--ema-decay", "0.9", "--save-every-steps", "1"]
     command("main.py", "--task", OWN_TASK, *arguments, "--device", "cpu", "--save-dir", tmp_path)
     made = set()
@@ -162,5 +161,5 @@ def test_reference_lists_the_files_of_a_run(command, tmp_path):
     assert made == documented - {"previous-N", "NAME.damaged", "memory.json", "scores.jsonl"}
 
     entries = {name for row in rows(reference("A checkpoint")) for name in re.findall(r"`(\w+)`", row[0])}
-    rare = {"other_buffers", "streams", "totals_of_parts"}  # of some models and data alone
+    rare = {"other_buffers", "streams", "totals_of_parts"}  # only some models and data have these
     assert {*load(tmp_path / "best.pth")} == entries - rare

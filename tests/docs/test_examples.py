@@ -1,4 +1,4 @@
-"""The examples are whole, and learn what they promise. That of docs/own_task.md is in test_docs.py."""
+"""The examples run, and learn what they promise."""
 
 import json
 

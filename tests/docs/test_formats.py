@@ -1,4 +1,4 @@
-"""docs/formats.md and examples/convert.py: each conversion of a sample in the documented layout keeps its values."""
+"""Each conversion in docs/formats.md and examples/convert.py keeps the values of a sample in the documented layout."""
 
 import re
 import wave
@@ -19,13 +19,13 @@ PAGE = (Path(__file__).parents[2] / "docs/formats.md").read_text()
 
 
 def anchors(page: str) -> dict[str, str]:
-    """Sections by the name that a link has."""
+    """Returns the sections of a page by the name that a link has."""
     parts = re.split(r"^## (.*)\n", page, flags=re.M)[1:]
     return {title.lower().replace(" ", "-"): text for title, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
 def convert(section: str, path: str) -> None:
-    """Runs the converter that a section names, in the working directory. path: what to convert."""
+    """Runs the converter that a section names, in the working directory. path: the file or folder to convert."""
     [name] = re.findall(r"`python examples/convert\.py (\w+) ", anchors(PAGE)[section])
     CONVERTERS[name](Path(path))
 
@@ -225,7 +225,7 @@ RECORDINGS = {
     opportunity: ("opportunity", 45, {"back_acc_x": 37, "left_lower_mag_z": 89 + 8}, ("sit", "stand")),
     wisdm: ("wisdm.csv", 3, {"acc_x": 0, "acc_z": 2}, ("Jogging", "Sitting")),
 }
-"""What writes a sample: the result, how many channels, the columns of some from 0, and the classes."""
+"""For each function that writes a sample: the result, its number of channels, some columns (from 0), and classes."""
 
 
 def test_the_newer_wisdm_data_are_read():

@@ -1,4 +1,4 @@
-"""docs/multi_gpu_guide.md: every block is run, or says what it needs; what it quotes is what the program prints."""
+"""Every block of docs/multi_gpu_guide.md runs or says what it needs, and quotes what the program prints."""
 
 import os
 import re
@@ -30,7 +30,7 @@ MARKER = re.compile(rf"# needs ({'|'.join(NEEDS)})\b.*\n")
 
 
 class Block(NamedTuple):
-    """Commands and what the guide says that they print."""
+    """Commands, and the output that the guide shows for them."""
 
     line: int
     language: str
@@ -43,7 +43,7 @@ class Block(NamedTuple):
 
     @property
     def is_slow(self) -> bool:
-        """Whether it starts processes that import torch, or its compiler."""
+        """Whether the commands start processes that import torch or its compiler."""
         return any(word in self.commands for word in ("torchrun", "profiler.py", "--compile"))
 
     @property
@@ -52,7 +52,7 @@ class Block(NamedTuple):
 
 
 def blocks(text: str) -> list[Block]:
-    """Every fenced block; one of output belongs to the commands right before it."""
+    """Returns every fenced block. A block of output belongs to the commands right before it."""
     found: list[Block] = []
     end_of_last = -1
     for match in re.finditer(r"^```(\w*)\n(.*?)^```\n", text, re.MULTILINE | re.DOTALL):
@@ -69,7 +69,7 @@ BLOCKS = blocks(GUIDE)
 
 
 def commands_of(block: Block) -> list[str]:
-    """As a shell would read them: continued lines and quoted line breaks belong to one command."""
+    """Returns the commands as a shell reads them: continued lines and quoted line breaks belong to one command."""
     found, pending = [], ""
     for line in block.commands.splitlines():
         pending += line
@@ -90,29 +90,29 @@ def commands_of(block: Block) -> list[str]:
 
 
 def folder_with_program(path: Path) -> Path:
-    """Where the commands of a block are run: like the repository, but what they write stays there."""
+    """Makes a folder in which commands run as in the repository, but keep what they write."""
     for name in (*SCRIPTS, "profiler.py", "examples", "configs"):
         (path / name).symlink_to(ROOT / name)
     return path
 
 
 def enter(folder: Path) -> Callable[[], None]:
-    """Preparation of a fork: it begins in the repository. What it compiles needs no compiler of C++."""
+    """Prepares a fork: enters the folder, and lets --compile work without a C++ compiler."""
     os.chdir(folder)
     blocks_of_models.BACKEND = "aot_eager"
     return lambda: None
 
 
 def tiny(arguments: list[str]) -> list[str]:
-    """The same on next to no data; what the command itself says stays."""
-    num_epochs = "5" if "--config" in arguments else "1"  # a preset's warm-up is within its epochs
+    """Returns the arguments with a tiny task, and with one epoch unless the command sets a length."""
+    num_epochs = "5" if "--config" in arguments else "1"  # a preset's warm-up must fit into its epochs
     epochs = [] if {"--epochs", "--max-steps"} & set(arguments) else ["--epochs", num_epochs]
     task = WITH_BLOCKS if {"--compile", "--grad-checkpointing"} & set(arguments) else WEIGHTED
     return [*arguments, *TINY, task, *epochs]
 
 
 def train(script: str, arguments: list[str], folder: Path, environment: dict[str, str]) -> int:
-    """One command line in forks, where self-launch would start new processes; returns its exit status."""
+    """Trains in forks, where the command would start new processes; returns the exit status."""
     printed, prepare = folder / "printed", partial(enter, folder)
     if script == "main.py":
         process = forks.start(tiny(arguments), environment, printed, printed, prepare=prepare)
@@ -125,7 +125,7 @@ def train(script: str, arguments: list[str], folder: Path, environment: dict[str
 
 
 def run(command: str, folder: Path, environment: dict[str, str]) -> int:
-    """One command, or one and what is to follow if it fails; returns the exit status. Output goes to folder/printed."""
+    """Runs a command, and the one after `||` if it fails. Writes folder/printed; returns the exit status."""
     for part in command.split(" || "):
         tokens = shlex.split(part, comments=True)
         if tokens[0] == "python" and tokens[1] in SCRIPTS:
@@ -151,13 +151,13 @@ def run_in_shell(command: str, tokens: list[str], folder: Path, environment: dic
 
 @pytest.fixture(scope="module")
 def shell(environment):
-    """A user's shell in which the interpreter of these tests comes first."""
+    """Returns the environment of a shell in which the interpreter of these tests comes first."""
     return environment | {"PATH": f"{Path(sys.executable).parent}:{environment['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory, shell):
-    """What `main.py` leaves in its folder, for commands that look at a run."""
+    """Returns a folder with a finished run of `main.py`, for commands that look at a run."""
     folder = folder_with_program(tmp_path_factory.mktemp("run"))
     assert train("main.py", ["--log-interval", "1", "--save-dir", "checkpoints/har"], folder, shell) == 0, (
         folder / "printed"
@@ -188,7 +188,7 @@ def test_block_runs_and_prints_what_is_quoted(block, tmp_path, shell, request):
 
 
 def test_only_known_commands_are_left_to_slow_tests():
-    """So that a marker that is missing is noticed at once."""
+    """A missing marker is detected without the slow tests."""
     slow = [command for block in BLOCKS if block.is_slow and not block.needs_more for command in commands_of(block)]
     starts = ("python profiler.py ", "torchrun --standalone ", "python main.py --device cpu ")
     assert all(command.startswith(starts) for command in slow)
@@ -196,23 +196,23 @@ def test_only_known_commands_are_left_to_slow_tests():
 
 
 def test_every_code_block_is_tested():
-    """Neither one that is indented, nor one fenced in another way."""
+    """Other tests would miss code that is indented, or fenced with tildes."""
     fences = re.findall(r"^\s*(?:```|~~~)", GUIDE, re.MULTILINE)
     assert len(fences) == 2 * len(BLOCKS) + 2 * sum(bool(block.printed) for block in BLOCKS)
     prose = re.sub(r"^```.*?^```$", "", GUIDE, flags=re.MULTILINE | re.DOTALL)
     assert not re.search(r"^( {4}|\t)", prose, re.MULTILINE)
 
 
-# --- what cannot be run here --------------------------------------------------------------------------------------
+# --- code blocks that cannot run here -----------------------------------------------------------------------------
 
 
 def test_marked_code_blocks_quote_no_output():
-    """What nothing here can print would be made up."""
+    """No test could check the output of such blocks."""
     assert not [block.line for block in BLOCKS if block.needs_more and block.printed]
 
 
 def launches() -> list[tuple[str, ...]]:
-    """The arguments of every torchrun in a block or in the text of the guide."""
+    """Returns the arguments of every torchrun command in the guide."""
     commands = [command for block in BLOCKS for command in commands_of(block)]
     commands += [code for code in code_in(GUIDE) if code.startswith("torchrun ") and ".py" in code]
     tokens = [shlex.split(command, comments=True) for command in commands]
@@ -253,7 +253,7 @@ def test_batch_arithmetic_of_the_page_is_right(row):
 
 
 def anchors(text: str) -> set[str]:
-    """The names under which a document's headings can be linked to."""
+    """Returns the names under which a document's headings can be linked to."""
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 

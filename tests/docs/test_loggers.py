@@ -1,4 +1,4 @@
-"""Loggers of services follow a run that is stopped and goes on; and the example posts to a chat."""
+"""Loggers for W&B and MLflow follow a run that is resumed, and the example logger posts to a chat."""
 
 import importlib
 import json
@@ -23,7 +23,7 @@ def run_id(directory):
 
 @pytest.fixture
 def in_two_parts(command, tmp_path):
-    """A run of two epochs, stopped after the first, in processes of its own; returns its directory."""
+    """Trains an epoch, resumes for another in a new process; returns the directory."""
 
     def run(logger, **variables):
         for part in (ONE_EPOCH, TWO_EPOCHS):
@@ -61,7 +61,7 @@ print(json.dumps([run.data.tags["lockstep"], run.data.params["lr"], run.info.sta
     assert json.loads(done.stdout.splitlines()[-1]) == [run_id(directory), "0.01", "FINISHED", [1, 2, 3, 4, 5, 6]]
 
 
-# --- packages with the same calls, which note them ---------------------------------------------------------------
+# --- packages that record their calls ----------------------------------------------------------------------------
 
 WANDB = """
 calls = []
@@ -110,7 +110,7 @@ def end_run(status):
 
 @pytest.fixture
 def package(monkeypatch, tmp_path):
-    """Makes a package of a text, which can be imported."""
+    """Makes an importable package of a text."""
     (tmp_path / "packages").mkdir()
     monkeypatch.syspath_prepend(tmp_path / "packages")
 

@@ -1,4 +1,4 @@
-"""The code for metrics and coupled losses in docs/own_task.md, and examples/mixup.py, do what they promise."""
+"""Tests the code for metrics and coupled losses in docs/own_task.md, and examples/mixup.py."""
 
 import json
 from dataclasses import dataclass
@@ -139,7 +139,7 @@ class Gathering(Objective):
 
 
 def test_losses_that_couple_samples_learn_equally_in_micro_batches(monkeypatch, run_here, tmp_path):
-    """A joint one learns the same in micro-batches, and its half for images what the gathering one learns."""
+    """Micro-batches do not change a joint loss, and its half for images equals a loss that gathers all rows."""
     joint = recipe("Losses that couple the samples of a step", Objective=Objective, F=F)["ImagesAndTexts"]
     one_sided = type("OneSided", (joint,), {"joint_loss": one_side})
     splits = {"train": Captions(24, 0), "val": Captions(8, 1), "test": Captions(8, 2)}

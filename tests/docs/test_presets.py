@@ -1,4 +1,4 @@
-"""configs/: each preset is understood and has the global batch that it says."""
+"""Tests configs/: each preset parses, trains, and has the global batch that it states."""
 
 import re
 import shlex
@@ -20,9 +20,9 @@ from trainer.parallel import devices
 PRESETS = sorted((ROOT / "configs").glob("*/?gpu.toml"))
 MEMORY = ROOT / "configs" / "memory.toml"
 LAYERS = sorted((ROOT / "configs").glob("*/memory.toml"))
-"""Of single workloads, over their presets."""
+"""Files that save memory for a single workload, given after its preset."""
 WHOLE_GRAPH = "kgat"
-"""Whose forwards are not halved, for each propagates over the whole graph."""
+"""Workload whose batch is not halved to save memory, because each forward pass propagates over the whole graph."""
 SHARDED = sorted((ROOT / "configs").glob("*/fsdp.toml"))
 PUBLISHED = sorted((ROOT / "configs" / "seqrec").glob("*_published.toml"))
 WORKLOADS = {
@@ -37,7 +37,7 @@ WORKLOADS = {
         *("--max-rows", 64, "--max-features", 3),
     ],
 }
-"""What writes a small data set of each into a folder, and says how it is read; no more epochs than its warm-up."""
+"""Functions that write a small data set into a folder and return flags for it. The warm-up fits into the epochs."""
 
 
 def name_of(path: Path) -> str:
@@ -50,7 +50,7 @@ def num_gpus(preset: Path) -> int:
 
 def parsed(script: str, arguments: list[str]) -> Flags:
     flags, problems = parse(arguments, SCRIPTS[script])
-    # Data that the reader has and this machine does not.
+    # The reader has these data, and this machine does not.
     assert [problem for problem in problems if not problem.startswith("--data-dir ")] == []
     return flags
 
@@ -98,7 +98,6 @@ def test_the_command_in_a_preset_parses(path):
 
 @pytest.mark.parametrize("preset", PRESETS, ids=name_of)
 def test_a_preset_has_the_global_batch_it_states(preset):
-    """On its GPUs, on fewer or more, and in less memory."""
     text, number = preset.read_text(), num_gpus(preset)
     assert "not measured optima" in text.splitlines()[0]
     total, parts = re.search(r"^# Global batch: (\d+)(?: = (\d+ x \d+))?$", text, re.MULTILINE).groups()
@@ -115,7 +114,7 @@ def test_a_preset_has_the_global_batch_it_states(preset):
 
 
 def two_processes(workload, environment, folder, layers=(), more=(), prepare=None):
-    """The preset for four GPUs on two CPU processes and small data, in two forwards each; returns what they printed."""
+    """Trains the preset for four GPUs on two CPU processes, in two micro-batches each; returns what they printed."""
     arguments = ["--config", ROOT / "configs" / workload / "4gpu.toml", *layers, "--nproc", 2, "--device", "cpu"]
     arguments += ["--num-threads", 1, *WORKLOADS[workload](folder), *more, "--save-dir", folder / "run"]
     statuses = forks.run_group(arguments, 2, environment, folder / "out", prepare, timeout_s=300)
@@ -138,7 +137,7 @@ def test_two_processes_train_a_preset_for_four_gpus(workload, environment, tmp_p
 
 
 def compile_ahead_of_time():
-    """Without a compiler of C++."""
+    """Prepares a fork to compile without a C++ compiler."""
     blocks.BACKEND = "aot_eager"
     return lambda: None
 

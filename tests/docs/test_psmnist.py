@@ -1,4 +1,4 @@
-"""examples/psmnist.py on a few pictures in MNIST's format, two kinds of which differ."""
+"""Trains examples/psmnist.py on bright and dark pictures in MNIST's format."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ def idx(array: np.ndarray) -> bytes:
 
 @pytest.fixture
 def mnist(tmp_path):
-    """Bright and dark pictures, 3s and 7s; the test set compressed."""
+    """Writes bright pictures (digit 3) and dark ones (digit 7). The test set is compressed."""
     for part, size in (("train", 240), ("t10k", 60)):
         rng = np.random.default_rng(size)
         is_bright = rng.integers(2, size=size)

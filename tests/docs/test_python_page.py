@@ -1,4 +1,4 @@
-"""The code of docs/python.md, run from top to bottom."""
+"""Runs the code of docs/python.md from top to bottom."""
 
 import re
 
@@ -28,7 +28,7 @@ def test_the_page_runs(here, cli, capsys):
     first, loop, mistakes, saved, load, guarded = BLOCKS
     run(first, names)
     assert names["run"].state == "finished" and not names["model"].training
-    # The command beside it finds the run finished.
+    # The command beside the code finds the run finished.
     command = re.search(r"```\npython main\.py (.*)\n```", PAGE)[1].replace("--epochs 40", "--epochs 2").split()
     command[command.index("--task") + 1] = str(ROOT / "examples" / "own_task.py:Spirals")
     status, out, _ = cli(*command, "--num-points", 100, "--num-threads", 1)
@@ -43,7 +43,7 @@ def test_the_page_runs(here, cli, capsys):
     assert len(names["losses"]) == 2
     run(load, names)
     assert names["logits"].shape == (1, 3)
-    run(guarded, names)  # nothing, where it is imported
+    run(guarded, names)  # this code does nothing when it is imported
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The script of docs/script.md, run by itself and resumed. On two processes: tests/test_script.py."""
+"""Runs the script of docs/script.md, and resumes it. tests/test_script.py tests two processes."""
 
 import re
 import subprocess

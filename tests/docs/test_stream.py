@@ -1,4 +1,4 @@
-"""examples/stream.py writes what the model would write of the whole recording."""
+"""examples/stream.py writes what the model would write for the whole recording at once."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""examples/tar_shards.py: the same samples on any number of processes and after a kill, in little memory, safely."""
+"""Tests examples/tar_shards.py: equal samples on any number of processes and after a kill, memory, and bad files."""
 
 import io
 import os
@@ -77,7 +77,7 @@ def test_a_step_has_the_same_samples_on_any_number_of_processes(world_size, task
 
 @pytest.fixture(scope="module")
 def train(folder, environment, tmp_path_factory):
-    """Trains in so many processes, in mid-epoch saves, and workers that read ahead; returns the run directory."""
+    """Trains with a save after each step and a worker that reads ahead."""
     base = tmp_path_factory.mktemp("runs")
 
     def run(name, world_size=1, kill_at=None):
@@ -124,7 +124,7 @@ def test_more_processes_give_the_same_weights(world_size, train, unbroken):
 
 def test_an_epoch_takes_less_memory_than_a_shard(tmp_path):
     num_samples, num_shards = 400, 5
-    picture = PICTURE + bytes(10_000)  # what follows an array is not read
+    picture = PICTURE + bytes(10_000)  # bytes after an array are not read
     for number in range(num_shards):
         fields = [field for i in range(num_samples) for field in ((f"{i}.npy", picture), (f"{i}.cls", b"1"))]
         tar_of(tmp_path / f"train-{number}.tar", *fields)
@@ -137,7 +137,7 @@ def test_an_epoch_takes_less_memory_than_a_shard(tmp_path):
         train.__getitems__(SampleKeys(batch, 0))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < num_samples * len(picture)  # a shard
+    assert peak < num_samples * len(picture)  # the size of a shard
 
 
 def test_shards_are_scanned_once(task, monkeypatch):
@@ -146,11 +146,11 @@ def test_shards_are_scanned_once(task, monkeypatch):
     assert len(TarShards(task.config, seed=3, cache_dir=task.cache_dir).splits()["train"]) == sum(SIZES)
 
 
-# --- what is wrong with a shard --------------------------------------------------------------------------------------
+# --- damaged shards --------------------------------------------------------------------------------------------------
 
 
 def damaged(folder, change):
-    """A shard of which some bytes are others."""
+    """Writes a shard, changes its bytes, and returns its path."""
     path = folder / "train-0.tar"
     write_shard(path, 6, seed=0)
     path.write_bytes(change(path.read_bytes()))
@@ -199,7 +199,7 @@ def test_a_damaged_sample_is_named(picture, label, reason, tmp_path):
 
 @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
 def test_an_unbounded_size_is_refused(kind, tmp_path):
-    """A file with a hole of 1 GiB, as a member or as the header of one."""
+    """The file has a hole of 1 GiB, as the content of a member or of the header of one."""
     header = tarfile.TarInfo("1.npy")
     header.type, header.size = kind, 1 << 30
     path = tmp_path / "a.tar"
@@ -213,7 +213,7 @@ def test_an_unbounded_size_is_refused(kind, tmp_path):
 
 
 def test_links_and_paths_cannot_leave_the_folder(tmp_path):
-    """Names are names, and nothing is written."""
+    """Paths in a shard serve only as names, and no file is written."""
     inside = tmp_path / "inside"
     inside.mkdir()
     path = tar_of(
