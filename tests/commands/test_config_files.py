@@ -53,14 +53,14 @@ class Odd(Weighted):
 
 @pytest.fixture(autouse=True)
 def own_tasks(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))  # a task's file adds its folder
+    monkeypatch.setattr(sys, "path", list(sys.path))  # loading a task's file adds its folder
     monkeypatch.setitem(TASKS, "stating", Stating)
     monkeypatch.setitem(TASKS, "odd", Odd)
 
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a config file, and returns its path as text."""
+    """Writes a config file; returns its path as text."""
 
     def write(text, name="some.toml"):
         (tmp_path / name).write_text(text)

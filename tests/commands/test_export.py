@@ -71,7 +71,7 @@ def own_run(on_cpu, tmp_path):
 
 
 def test_the_exported_program_of_the_page_equals_the_model(on_cpu, tmp_path, monkeypatch):
-    """The test runs the commands of docs/exporting.md, and its code in a process without this project."""
+    """Runs the commands of docs/exporting.md, and its code in a process without this project."""
     monkeypatch.chdir(ROOT)
     commands, load_it, about, shown, _ = code_blocks((ROOT / "docs" / "exporting.md").read_text())
     for _, arguments in commands_in(commands):

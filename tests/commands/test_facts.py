@@ -1,4 +1,4 @@
-"""Facts about code and data that a checkpoint records, and their use by a later start."""
+"""Tests the facts about code and data that a checkpoint records, and their use by a later start."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ ONE = {"commit": "1" * 40, "changed": False, "task_file": "my.py", "task_sha256"
 
 @pytest.fixture
 def git(tmp_path, monkeypatch):
-    """Runs git in a new repository below `tmp_path`, and reads it afterwards."""
+    """Runs git in a new repository below `tmp_path`, and reads the repository afterwards."""
     if shutil.which("git") is None:
         pytest.skip("needs git")
     folder = tmp_path / "repository" / "trainer"
@@ -51,15 +51,15 @@ def test_the_commit_and_changes_of_tracked_files_are_recorded(git, monkeypatch):
     git("commit", "--quiet", "-m", "first")
     commit, found = git("rev-parse", "HEAD")
     assert found == (commit, False)
-    (git.folder / "new.py").write_text("1")  # untracked
-    os.utime(file, (0, 0))  # git would note in its index that nothing but the time changed
+    (git.folder / "new.py").write_text("1")  # an untracked file
+    os.utime(file, (0, 0))  # git status would rewrite its index, because the time changed
     index = git.folder.parent / ".git" / "index"
     before = index.read_bytes()
     read_git.cache_clear()
     assert read_git(git.folder) == (commit, False)
     assert index.read_bytes() == before
     file.write_text("2")
-    monkeypatch.setenv("GIT_DIR", str(ROOT / ".git"))  # as in a hook
+    monkeypatch.setenv("GIT_DIR", str(ROOT / ".git"))  # as git does in a hook
     read_git.cache_clear()
     assert read_git(git.folder) == (commit, True)
 
@@ -82,7 +82,7 @@ def test_a_task_without_a_file_has_no_source_file(monkeypatch):
     assert identify_code(Weighted)["task_file"] == "weighted_task.py"
     monkeypatch.delattr(sys.modules[Weighted.__module__], "__file__")
     assert (identify_code(Weighted)["task_file"], identify_code(Weighted)["task_sha256"]) == (None, None)
-    monkeypatch.setattr(Weighted, "__module__", "forgotten")  # of a file that was run without being registered
+    monkeypatch.setattr(Weighted, "__module__", "forgotten")  # as if its file had been run without being registered
     assert identify_code(Weighted)["task_file"] is None
 
 
@@ -131,7 +131,7 @@ def test_a_resume_reports_changed_code_and_an_edited_task_file(train, cli, tmp_p
     train(tmp_path / "run", *own, "--eval-only")
 
 
-# --- what a trained model has to know of its training data stays with its weights -----------------------------------
+# --- facts about the training data ----------------------------------------------------------------------------------
 
 
 @pytest.fixture

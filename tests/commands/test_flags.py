@@ -1,4 +1,4 @@
-"""Whatever is wrong with a command line, the user reads one clear message for each mistake, and nothing is written."""
+"""Each mistake on a command line is reported in one clear message, and nothing is written."""
 
 import json
 import os
@@ -195,7 +195,7 @@ def test_recorded_values_reproduce_the_flags(argv):
     assert problems == []
     values = flags.values()
     if "--data-dir" in argv:
-        flags.task.data_dir = Path.cwd()  # which leads there from any folder
+        flags.task.data_dir = Path.cwd()  # an absolute path, valid in any folder
     for recorded in (values, json.loads(json.dumps(values))):
         for group in (flags.task, flags.learning, flags.precision):
             assert group_from_values(type(group), recorded) == group

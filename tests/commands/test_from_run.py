@@ -26,7 +26,7 @@ LEXICON = ["--task", f"{ROOT / 'tests' / 'helpers' / 'lexicon_task.py'}:Lexicon"
 
 
 class Digested(Weighted):
-    """A task whose data may change while their number stays the same."""
+    """Task whose data may change while the number of samples stays the same."""
 
     digest: ClassVar = "first"
 
@@ -44,7 +44,7 @@ def own_tasks(monkeypatch):
 
 @pytest.fixture
 def weighted(train, tmp_path):
-    """A run of a registered task, with task flags that are not the defaults."""
+    """Returns the folder of a run of a registered task, with task flags that are not the defaults."""
     train(tmp_path / "run", "--task", "weighted", "--width", 5, "--seed", 3)
     return tmp_path / "run"
 
@@ -59,7 +59,7 @@ def remarks(*argv):
     return read(*argv).from_run.remarks
 
 
-# --- which flags, and for what ------------------------------------------------------------------------------------
+# --- flags taken from a run ---------------------------------------------------------------------------------------
 
 
 def test_scoring_and_resuming_need_no_task_flags(weighted, cli):
@@ -165,8 +165,6 @@ def test_a_run_without_a_checkpoint_sets_no_flags(weighted):
 
 
 class Excluding(Weighted):
-    """A task with two flags that exclude each other."""
-
     @dataclass
     class Config(WeightedFlags):
         """Task: sequences, some of them long"""
@@ -197,7 +195,7 @@ def test_fit_resumes_with_the_flags_of_the_run(tmp_path):
 
 @pytest.fixture
 def lexicon(cli, tmp_path, monkeypatch):
-    """A run whose text was named relative to the folder of the command line."""
+    """Returns the folder of a run whose text was named relative to another working directory."""
     (tmp_path / "then").mkdir()
     monkeypatch.chdir(tmp_path / "then")
     (tmp_path / "then" / "abc.txt").write_text("abcabcabcabc" * 8)
@@ -209,15 +207,13 @@ def lexicon(cli, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("more", [["--eval-only"], ["--epochs", 2]])
 def test_files_of_the_run_are_found_from_another_folder(more, lexicon, cli, tmp_path):
-    (tmp_path / "now" / "abc.txt").write_text("xyz" * 8)  # no file of the run
+    (tmp_path / "now" / "abc.txt").write_text("xyz" * 8)  # a file of the same name, which the run must not read
     status, out, err = cli(*LEXICON, "--save-dir", lexicon, *more)
     assert (status, err) == (0, [])
     assert out.splitlines()[0] == f"From the run in {lexicon}: --text {tmp_path / 'then' / 'abc.txt'}"
 
 
 class Reading(Weighted):
-    """A task that reads a file."""
-
     @dataclass
     class Config(WeightedFlags):
         """Task: sequences of a file"""
@@ -245,7 +241,7 @@ def test_a_missing_file_of_a_run_is_named_with_the_run(train, refused, tmp_path)
 def test_different_spellings_of_a_path_are_equal(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     now = {"--data-dir": str(tmp_path / "a.csv")}
-    assert changed_flags({"--data-dir": "a.csv"}, now) == {}  # as older records have it
+    assert changed_flags({"--data-dir": "a.csv"}, now) == {}  # earlier versions recorded relative paths
     assert changed_flags({"--data-dir": "b.csv"}, now) == {"--data-dir": ("b.csv", str(tmp_path / "a.csv"))}
     monkeypatch.chdir("/")
     assert changed_flags({"--data-dir": "a.csv"}, now) != {}
@@ -256,7 +252,7 @@ def test_an_absolute_path_leads_to_the_same_folder(tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "folder" / "within")
     monkeypatch.chdir(tmp_path / "folder")
     assert absolute(Path("../a.csv")) == tmp_path / "a.csv"
-    assert absolute(tmp_path / "link" / ".." / "a.csv") == tmp_path / "link" / ".." / "a.csv"  # "..", through the link
+    assert absolute(tmp_path / "link" / ".." / "a.csv") == tmp_path / "link" / ".." / "a.csv"  # ".." after the link
 
 
 # --- changed data -------------------------------------------------------------------------------------------------
@@ -273,7 +269,7 @@ def test_a_best_epoch_of_other_data_is_not_compared_with_new_scores(change, trai
     told = "contains a finished run on other data"
     refused([told], *TINY, "--save-dir", tmp_path, *task, *other, "--epochs", 2)
     assert json.loads((tmp_path / "results.json").read_text())["best"] == before
-    out = train(tmp_path, *task, *other, "--epochs", 3, "--lr", 1e-12)  # which is no better
+    out = train(tmp_path, *task, *other, "--epochs", 3, "--lr", 1e-12)  # a score that is no better
     assert f"The best checkpoint (epoch {before['epoch']}) was scored on other data, so the best score is reset" in out
     assert json.loads((tmp_path / "results.json").read_text())["best"]["epoch"] == 3
     assert (tmp_path / "best.pth").samefile(tmp_path / "checkpoint_3.pth")
@@ -281,7 +277,7 @@ def test_a_best_epoch_of_other_data_is_not_compared_with_new_scores(change, trai
 
 def test_the_best_epoch_is_kept_if_the_data_are_equal(train, tmp_path):
     train(tmp_path, "--task", "digested", "--epochs", 2, "--num-train", 20, "--batch-size", 8, "--drop-last")
-    for more in (["--drop-last"], []):  # the same data, of which less was left out
+    for more in (["--drop-last"], []):  # the same data, of which the second run leaves out less
         out = train(tmp_path, "--task", "digested", "--epochs", 3, "--num-train", 20, "--batch-size", 8, *more)
         assert "was scored on other data" not in out
 
@@ -311,7 +307,7 @@ def test_more_seeds_extend_finished_runs(command, tmp_path):
     ],
 )
 def test_records_of_earlier_versions_keep_their_meaning(settings, taken):
-    """Such a record lacks --loss, and holds an earlier default of --kg-batch-ratio, which most models do not use."""
+    """An old record lacks --loss, and holds the former default of --kg-batch-ratio, which most models do not use."""
     known, settings = options(KgatFlags), settings | {"--kg-batch-ratio": 2.0}
     found = ConfigFile(Path("config.json"), settings, is_record=True).values(known, all_known=True)
     assert found == ({"model": settings["--model"]} | taken, [])

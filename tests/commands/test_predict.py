@@ -50,7 +50,7 @@ def windows(cache_dir):
 
 @pytest.fixture
 def label(on_cpu, trained):
-    """Returns the table of a file as rows; checks that standard output holds nothing else."""
+    """Checks that standard output is the table of a file; returns the table as rows."""
 
     def run(path, *more, save_dir=trained, of_run=MODEL):
         out, err = on_cpu("--predict", path, "--save-dir", save_dir, "--num-threads", 1, *more)
@@ -71,7 +71,7 @@ def probabilities(rows):
 
 
 def expected_probabilities(checkpoint, windows, dtype=torch.float32):
-    """Probabilities that plain PyTorch computes with the weights of a checkpoint, (windows, classes)."""
+    """Returns probabilities that plain PyTorch computes with the weights of a checkpoint, (windows, classes)."""
     model = Standardised(HarNet("first", hidden_dims=(8,)), num_channels=9).to(dtype).eval()
     model.load_state_dict(load(checkpoint)["model"])
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_predictions_of_a_recording_and_its_windows_agree(windows, label, tmp_pa
 
 
 def test_columns_may_be_in_any_order_among_others(windows, label, tmp_path):
-    """The file has a byte-order mark, quotes, CRLF, a text column, a blank line, and a rest shorter than a window."""
+    """The file has a byte-order mark, quotes, CRLF, a text column, a blank line and an incomplete last window."""
     rows = np.concatenate([joined(windows), np.zeros((63, 9), np.float32)])
     order = [7, 2, 0, 8, 1, 4, 3, 6, 5]
     lines = [[*(SIGNALS[i] for i in order), "time", "note"]]
@@ -208,7 +208,7 @@ def test_the_flags_of_the_run_may_be_repeated_but_not_changed(trained, label, wi
         f"error: --hidden-dims 8 9: {weights} 8; leave it out",
         f"error: --label-smoothing 0.2: {weights} 0.1; leave it out",
     ]
-    _, err = on_cpu("--predict", path, "--save-dir", trained, "--hidden-dims", 128, status=2)  # its default
+    _, err = on_cpu("--predict", path, "--save-dir", trained, "--hidden-dims", 128, status=2)  # the default
     assert err == [f"error: --hidden-dims 128: {weights} 8; leave it out"]
     _, err = on_cpu("--predict", path, "--save-dir", trained, "--task", "seqrec", status=2)
     assert err == [f"error: --task seqrec: {weights} har; leave it out"]
@@ -223,7 +223,7 @@ def test_output_is_a_table_with_the_users_permissions(trained, windows, label, o
     link.symlink_to(output)
     before = os.umask(0o027)
     try:
-        for name in (output, link):  # the second replaces the first
+        for name in (output, link):  # writing to the link replaces the first table
             out, err = on_cpu("--predict", path, "--save-dir", trained, "--output", name, "--num-threads", 1)
             assert err == [f"From the run in {trained}: {MODEL}"] and out == (
                 f"Predicted 14 samples of {path} with the weights of epoch 1 in {trained}; the table is in {name}\n"

@@ -36,7 +36,7 @@ POINTS = "0.1 0.2\n-0.3 0.4\n0.5 0.5\n0.2 -0.9\n"
 
 @pytest.fixture
 def own_run(on_cpu, tmp_path):
-    """(file of a user's task, the directory of its run, a file to label)"""
+    """Yields the file of a user's task, the directory of its run, and a file to label."""
     task, points = tmp_path / "first_place.py", tmp_path / "points.txt"
     task.write_text(OWN_TASK)
     points.write_text(POINTS)
@@ -94,7 +94,7 @@ def test_a_task_without_predictions_says_so(on_cpu, cache_dir, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_kill_leaves_no_partial_file(number, own_run, command, tmp_path, monkeypatch):
-    """The process is killed between two batches; the file is written only when the table is complete."""
+    """The signal arrives between two batches. The file is written only when the table is complete."""
     task, run, points = own_run
     output = tmp_path / "labels.csv"
     output.write_text("precious")

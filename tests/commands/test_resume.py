@@ -1,4 +1,4 @@
-"""A run starts again by the same command, with other flags or from another run's file; a refusal changes nothing."""
+"""The same command, other flags or another run's file resume a run, and a refusal changes nothing."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def test_a_finished_run_is_reported_and_not_changed(train, tmp_path):
 
 
 def test_numbers_of_numpy_do_not_spoil_checkpoints(train, tmp_path, monkeypatch):
-    """A checkpoint that contained a number of numpy could not be loaded."""
+    """A checkpoint with a NumPy number could not be loaded."""
 
     class Numpys(Weighted):
         def describe_data(self):
@@ -108,7 +108,7 @@ def test_samples_repeated_after_a_batch_size_change_are_reported(cli, tmp_path):
 
 
 def test_a_checkpoint_of_other_optimizers_of_a_phase_is_refused(cli, refused, tmp_path):
-    """A dense embedding has become sparse, so another optimizer trains it."""
+    """The embedding changes from dense to sparse, so another optimizer trains it."""
     file = ROOT / "tests" / "helpers" / "token_task.py"
     argv = ["--save-dir", tmp_path, "--weight-decay", 0, "--task"]
     assert cli(*argv, f"{file}:Tokens", "--epochs", 1)[0] == 0
@@ -220,7 +220,7 @@ def test_init_from_may_name_weights_of_the_run_that_fresh_moves_aside(train, tmp
 
 
 def test_a_run_begun_with_resume_from_resumes_from_its_own_newest_checkpoint(train, tmp_path):
-    """The run begins at epoch 1 of another run, and loses its last checkpoint and its results."""
+    """The run begins at epoch 1 of another run, and then loses its last checkpoint and its results."""
     train(tmp_path / "source", "--epochs", 3)
     source = tmp_path / "source" / "checkpoint_1.pth"
     args = ["--epochs", 3, "--resume-from", source]
@@ -340,7 +340,7 @@ def test_evaluating_an_empty_folder_is_refused(exists, refused, tmp_path):
 
 
 def id_of(directory):
-    """The id of a run, which must be the same in config.json and in the newest checkpoint."""
+    """Returns the id of a run, which must be the same in config.json and in the newest checkpoint."""
     recorded = json.loads((directory / "config.json").read_text())["run_id"]
     assert re.fullmatch(RUN_ID, recorded)
     assert load(directory / "last.pth")["run_id"] == recorded

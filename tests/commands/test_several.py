@@ -34,7 +34,7 @@ NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") els
 
 
 def table_of(lines):
-    """The lines printed below the first, without progress lines, which depend on time."""
+    """Returns the lines below the first one, without progress lines, which depend on time."""
     return [line for line in lines[1:] if "epochs; running: " not in line]
 
 
@@ -49,7 +49,7 @@ def har(cache_dir):
 
 @pytest.fixture(scope="module")
 def seeds(command, har, tmp_path_factory):
-    """(folder of two seeds, what the command printed)"""
+    """Trains two seeds; returns their folder, and what the command printed."""
     directory = tmp_path_factory.mktemp("several") / "seeds"
     return directory, command("main.py", *har, "--seed", 3, "--seeds", 2, "--save-dir", directory)
 
@@ -144,7 +144,6 @@ def test_folds_hold_out_everyone_once_and_never_score_the_test_set(command, har,
 
 @pytest.mark.slow
 def test_folds_run_for_each_seed_on_several_processes(command, har, tmp_path):
-    """Each run uses two processes, and runs follow one another."""
     launch = ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", 2, "--device", "cpu"]
     out = command(*launch, *har, "--folds", 2, "--seeds", 2, "--save-dir", tmp_path, launched=True).stdout
     assert "4 runs" in out and "one after the other" in out
@@ -244,7 +243,7 @@ def test_more_folds_than_people_are_refused(cli, har, tmp_path):
 
 @contextmanager
 def in_use(directory):
-    """Lets another process hold the lock of a folder; yields the id of the process."""
+    """Lets another process hold the lock of a folder; yields its process id."""
     directory.mkdir(exist_ok=True)
     code = (
         "import pathlib, sys; from trainer.checkpoint.lock import take_lock; "
@@ -296,7 +295,7 @@ def test_a_single_run_in_the_folder_of_several_runs_is_refused(train, refused, t
 
 
 def note_slot(path, status):
-    """Notes the slot and the times of a job, in place of a run."""
+    """Writes the slot and the times of a job, in place of a run."""
     started = time.time()
     time.sleep(0.5)
     path.write_text(json.dumps([os.environ["SLOT"], started, time.time()]))
@@ -313,7 +312,7 @@ def job(folder, number, status):
 
 
 def run_all(folder, slots, statuses):
-    """(names of the jobs that succeeded, exit statuses of the other jobs by name)"""
+    """Returns the names of the jobs that succeeded, and the exit statuses of the other jobs by name."""
     jobs = [job(folder, i, status) for i, status in statuses]
     found = {}
     with Launcher() as launcher:

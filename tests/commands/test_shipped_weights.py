@@ -38,7 +38,7 @@ OTHER = "--task examples/own_task.py:Spirals".split()
 
 @pytest.fixture
 def task(on_cpu, tmp_path):
-    """The value of --task. The same task without shipped weights trained the shipped weights."""
+    """Yields the value of --task. The same task without shipped weights trained the shipped weights."""
     folder = tmp_path / "task"
     folder.mkdir()
     (folder / "spirals_with_weights.py").write_text(TASK)

@@ -23,7 +23,7 @@ TINY = ["--epochs", 2, "--num-train", 24, "--batch-size", 8, "--num-threads", 1,
 UNIQUE = count()
 pytestmark = pytest.mark.usefixtures("no_rank_variables")
 
-# A task to which something happens as epoch 2 begins. `directory` is the folder of the run.
+# Task that executes a statement as epoch 2 begins. `directory` is the folder of the run.
 HAPPENING = """
 import os, shutil, signal
 from pathlib import Path
@@ -41,7 +41,7 @@ class Happening(Weighted):
 
 @pytest.fixture
 def happening(tmp_path):
-    """Arguments of a tiny run in `tmp_path / "run"` to which something happens after its first epoch."""
+    """Returns the arguments of a tiny run, which executes a statement after its first epoch."""
 
     def arguments(statement):
         # Each module has its own name, because modules of one name are imported once.
@@ -130,7 +130,7 @@ def test_a_run_ended_by_a_second_ctrl_c_is_failed(happening, run_here, tmp_path)
 
 
 def test_a_state_that_cannot_be_written_does_not_hide_the_message(happening, run_here, tmp_path, monkeypatch):
-    monkeypatch.setattr(Lock, "temporary", Lock.temporary)  # so that it is put back
+    monkeypatch.setattr(Lock, "temporary", Lock.temporary)  # restored after the test
     lock = "__import__('trainer.checkpoint.lock').checkpoint.lock.Lock"
     statement = f"{lock}.temporary = lambda self, path: directory / 'gone' / 'a'; raise UserError('the data ran away')"
     _, err = run_here(*happening(statement), status=2)
@@ -144,7 +144,7 @@ def test_a_state_that_cannot_be_written_does_not_hide_the_message(happening, run
 
 
 def test_a_refused_start_changes_only_state_json(plain, run_here, tmp_path):
-    """A finished run is refused with other flags, and stays finished with its own flags."""
+    """A finished run is refused with other flags, and remains finished with its own flags."""
     run_here(*plain)
     before = everything_but_the_state(tmp_path / "run")
     _, err = run_here(*plain, "--width", 8, status=2)
@@ -191,7 +191,7 @@ def test_a_signal_to_one_process_preempts_the_run(happening, command, tmp_path):
 
 WORK = ["--task", WEIGHTED, *TINY, "--epochs", 3]
 STUBS = {
-    # One task per node. USR1 goes to every process of a task's group, TERM becomes KILL, as with SLURM's srun.
+    # srun starts one task per node. As in SLURM, USR1 goes to all processes of a task, and TERM becomes KILL.
     "srun": """
         shift
         pids=()
@@ -211,7 +211,7 @@ STUBS = {
 
 
 class Job:
-    """examples/slurm.sh as SLURM would start it, with SLURM's programs replaced."""
+    """Runs examples/slurm.sh as SLURM would start it, with SLURM's programs replaced."""
 
     def __init__(self, folder, environment, num_nodes=1, **stubs):
         self.folder, self.directory, self.num_nodes = folder, folder / "run", num_nodes
@@ -232,7 +232,7 @@ class Job:
         }
 
     def run(self, *args, stop_at=None, into="--save-dir=~/run"):
-        """Runs the script, and sends it the signal of its time limit once stop_at() holds; returns (status, output)."""
+        """Runs the script, and sends its time limit's signal once stop_at() holds; returns (status, output)."""
         command = ["bash", "examples/slurm.sh", *map(str, args), *[into] * bool(into)]
         script = subprocess.Popen(
             command, cwd=ROOT, env=self.environment, text=True, stdin=subprocess.DEVNULL,

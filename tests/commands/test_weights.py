@@ -1,4 +1,4 @@
-"""`--init-from` and `--init-from-partial`: the weights of a file in a new run."""
+"""Tests `--init-from` and `--init-from-partial`: a new run begins with the weights of a file."""
 
 import pytest
 import torch
@@ -15,12 +15,12 @@ from trainer.parallel.strategy import SingleDevice
 
 ONE_DEVICE = SingleDevice(torch.device("cpu"))
 STILL = ["--lr", 1e-12]
-"""A learning rate that leaves weights as they are, but for the last bits."""
+"""This learning rate changes at most the last bits of weights."""
 
 
 @pytest.fixture(scope="module")
 def source(command, tmp_path_factory):
-    """The weights of a run, by name."""
+    """Returns the weights of a run, by name."""
     directory = tmp_path_factory.mktemp("source")
     command("main.py", *TINY, "--seed", 3, "--save-dir", directory)
     return load(directory / "final.pth")["model"]
@@ -32,7 +32,7 @@ def save(weights, path):
 
 
 def difference(weights, others):
-    """The largest difference of any two numbers."""
+    """Returns the largest absolute difference of two state dicts."""
     assert weights.keys() == others.keys()
     return max(float((value - others[name]).abs().max()) for name, value in weights.items())
 
@@ -88,7 +88,7 @@ def test_weights_of_other_trainers_are_refused_with_advice(name, content, told, 
 
 
 def test_weights_are_restored_completely_or_not_at_all():
-    """A prefix is dropped only if that makes names known. Buffers count like parameters."""
+    """A prefix is dropped only if the remaining names are then known. Buffers count like parameters."""
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     own = {name: value.clone() for name, value in model.state_dict().items()}
     theirs = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
@@ -107,7 +107,7 @@ def test_weights_are_restored_completely_or_not_at_all():
         assert_same_bits(own, model.state_dict())
     restore_weights(model, weights, ONE_DEVICE, "that", "")
     assert_same_bits(weights, model.state_dict())
-    outer = nn.Sequential(model)  # "0." belongs to names of the model, and to names of a wrapper
+    outer = nn.Sequential(model)  # "0." begins names of the model, and is also a wrapper's prefix
     restore_weights(outer, {f"0.{name}": value for name, value in own.items()}, ONE_DEVICE, "that", "")
     assert_same_bits(own, model.state_dict())
 
@@ -125,7 +125,7 @@ def test_requested_weights_replace_the_moving_average(source):
 
 @pytest.fixture
 def partial(source, tmp_path):
-    """(file of a trunk with another head, names that fit)"""
+    """Returns a file with a trunk and another head, and the names that fit."""
     weights = dict(source)
     del weights["layers.1.bias"]
     weights["layers.4.weight"] = torch.zeros(7, 16)
