@@ -10,7 +10,10 @@ from trainer.checkpoint.manifest import Retention
 
 @pytest.fixture
 def opened(tmp_path):
-    """Opens the run directory as a new start does, with what it says as a list; releases it at the end."""
+    """Opens the run directory as a new start does; returns it with its messages.
+
+    The directories are released at the end.
+    """
     directories = []
 
     def open_directory(keep=3, keep_best=1, mode="max", name="run"):
@@ -26,14 +29,14 @@ def opened(tmp_path):
 
 
 class Crash(BaseException):
-    """What a kill looks like to the code: no `except OSError` sees it."""
+    """Imitates a kill, because no `except OSError` catches it."""
 
 
 @pytest.fixture
 def disk_operations(monkeypatch):
-    """Records the real os.fsync and os.rename; `failures[n]` is raised before the n-th.
+    """Records the real os.fsync and os.rename; `failures[n]` is raised before operation n.
 
-    ("fsync", file name, its size) or ("rename", old name, new name).
+    An operation is ("fsync", file name, its size) or ("rename", old name, new name).
     """
     operations = []
     failures = {}
@@ -57,7 +60,7 @@ def disk_operations(monkeypatch):
 
 
 def save(directory, epoch, best_epoch=1):
-    """A small checkpoint at the end of an epoch; `best_epoch` is the best one so far."""
+    """Saves a small checkpoint at the end of an epoch. `best_epoch` is the best one so far."""
     is_best = epoch == best_epoch
     return directory.save(
         state_at(epoch)
@@ -70,7 +73,7 @@ def save(directory, epoch, best_epoch=1):
 
 
 def state_at(epoch, samples=0):
-    """Without scores."""
+    """Returns the entries of a small checkpoint without scores."""
     return {
         "model": {"weight": torch.full((50,), float(epoch))},
         "optimizers": {},

@@ -1,4 +1,4 @@
-"""Saving while training goes on: what is written is the moment of the save, and a kill loses nothing promised."""
+"""Tests saves in the background, and the snapshots that they write."""
 
 import errno
 import json
@@ -26,7 +26,7 @@ def directory(tmp_path):
 
 
 def moment(step, is_best=False):
-    """What a saver is to start with."""
+    """Returns a state to save."""
     best = {"epoch": step, "step": step, "value": 0.5} if is_best else None
     return state_at(step) | {"step": step, "best": best, "value": 0.5, "is_best": is_best}
 
@@ -38,7 +38,7 @@ def steps_on_disk(directory):
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Holds every fsync back while it is closed; `refusal` is raised instead, if set."""
+    """Blocks every fsync while it is cleared, and lets it raise the error `refusal` if that is set."""
 
     class Gate(threading.Event):
         refusal = None
@@ -104,7 +104,7 @@ def test_a_thread_that_fails_to_start_is_not_joined():
     assert saver.end() is None
 
 
-# --- the copy that is written -------------------------------------------------------------------------------------
+# --- snapshots ----------------------------------------------------------------------------------------------------
 
 
 def test_a_snapshot_does_not_change_with_the_state():

@@ -1,4 +1,4 @@
-"""The run directory's checkpoints: which are kept, under which names, and that one good one is always there."""
+"""Tests which checkpoints a run directory keeps and how it names them, and that an intact one always remains."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ from tests.conftest import TINY, WEIGHTED, contents, load
 from trainer.cli import main
 from trainer.common.errors import UserError
 
-# --- which ones are kept, and under which names ------------------------------------------------------------------
+# --- kept checkpoints and their names ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_the_best_and_newest_checkpoints_are_kept(keep, kept, opened):
 
 
 def test_retention_counts_only_intact_checkpoints(opened):
-    """Damaged behind the run's back, while it goes on."""
+    """The file is damaged while the run trains."""
     directory, _ = opened(keep=2)
     for epoch in (1, 2, 3):
         save(directory, epoch, best_epoch=1)
@@ -41,7 +41,7 @@ def test_retention_counts_only_intact_checkpoints(opened):
 
 
 def test_retention_keeps_the_last_intact_best_checkpoint(opened):
-    """Beyond the newest two: 2 was the best when it was damaged, 1 the best before it."""
+    """Epoch 2 was the best when it was damaged, and epoch 1 was the best before it."""
     directory, _ = opened(keep=2)
     save(directory, 1, best_epoch=1)
     save(directory, 2, best_epoch=2).write_bytes(b"damaged")
@@ -59,7 +59,7 @@ def test_last_best_and_final_are_links(opened):
 
 
 def test_links_are_repaired_at_start(opened):
-    """One deleted, one pointing to the wrong checkpoint, as after a kill between two operations."""
+    """A kill between two operations leaves a link missing, or pointing to the wrong checkpoint."""
     directory, _ = opened()
     first, second = save(directory, 1), save(directory, 2)
     (directory.path / "best.pth").unlink()
@@ -152,7 +152,7 @@ def test_a_kill_between_operations_leaves_the_old_or_the_new_state(tmp_path, ope
         again, said = opened(keep=1)
         assert said == [], n
         step = again.load_newest()["step"]
-        assert step == (10 if n < 3 else 20), n  # the third puts the new file's checksum into the manifest
+        assert step == (10 if n < 3 else 20), n  # operation 2 puts the new file's checksum into the manifest
         assert again.load_best()["step"] == step
         assert not names(again.path, "*.tmp")
         assert load(again.path / "last.pth")["step"] == step
@@ -161,7 +161,7 @@ def test_a_kill_between_operations_leaves_the_old_or_the_new_state(tmp_path, ope
 
 
 def test_a_disk_that_refuses_writes_keeps_existing_files(opened, disk_operations):
-    """At every operation before the new file has its name."""
+    """The write fails at each of the operations before the new file has its name."""
     directory, _ = opened(keep=1)
     operations, failures = disk_operations
     save(directory, 1)

@@ -1,8 +1,8 @@
-"""Runs of earlier versions of this trainer, kept as they left them, go on and end as they would have ended there.
+"""Runs of earlier versions resume, and end with the weights that those versions reached.
 
-In `tests/data_of_runs` are a run directory of commit cc51570 and a checkpoint of a796ab4, both stopped after 10 of 12
-steps, in mid-epoch, with momentum in the optimizer. `ended.json` holds of each weight after the last step its sum, its
-norm, and its sum weighted by position, as the earlier version computed them.
+`tests/data_of_runs` holds a run directory of commit cc51570 and a checkpoint of a796ab4. Both stopped after 10 of 12
+steps, in mid-epoch, with momentum in the optimizer. The earlier version computed `ended.json`: the sum, norm and sum
+weighted by position of each weight after the last step.
 """
 
 import json
@@ -24,7 +24,7 @@ ARGV = [
 
 
 def summary(weights):
-    """Three numbers of each weight, which together find any other one."""
+    """Returns three numbers of each weight, which together detect any difference."""
     numbers = {name: weight.double().flatten() for name, weight in weights.items()}
     return {
         name: [float(w.sum()), float(w.norm()), float(w @ torch.arange(len(w), dtype=w.dtype))]

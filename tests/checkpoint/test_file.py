@@ -1,4 +1,4 @@
-"""What a checkpoint file holds, and what is refused: damage, code, and whatever else is none."""
+"""Tests the content of a checkpoint file, and that damaged, unsafe and other files are refused."""
 
 import json
 import random
@@ -52,7 +52,7 @@ def test_a_tensor_that_looks_like_a_zip_end_record_is_read(tmp_path):
 
 
 def test_without_a_manifest_every_changed_bit_is_detected_or_harmless(opened):
-    """Some bits of an archive say nothing, such as its padding."""
+    """Some bits of an archive, such as padding, have no meaning."""
     directory, _ = opened()
     path = save(directory, 1)
     intact, data = load(path), path.read_bytes()
@@ -73,7 +73,7 @@ def test_without_a_manifest_every_changed_bit_is_detected_or_harmless(opened):
 
 
 def test_a_file_without_checksums_is_read(tmp_path):
-    """torch can be told to leave them out."""
+    """torch can be told to write no checksums."""
     torch.serialization.set_crc32_options(False)
     try:
         torch.save({"model": {"weight": torch.full((50,), 2.0)}}, tmp_path / "x.pth")
@@ -100,7 +100,7 @@ def test_arrays_of_numpy_are_refused_without_a_traceback(tmp_path):
 
 @pytest.fixture(params=["empty", "text", "truncated", "other"])
 def bad_file(request, train, tmp_path):
-    """(file that is no checkpoint, why it is refused)"""
+    """Returns a file that is not a checkpoint, and why it is refused."""
     path = tmp_path / "bad.pth"
     if request.param == "empty":
         path.touch()
@@ -119,7 +119,7 @@ def test_a_file_that_is_not_a_checkpoint_is_refused(flag, bad_file, train, refus
     path, reason = bad_file
     refused([f"{flag} {path}: {reason}"], *TINY, "--save-dir", tmp_path / "new", flag, path)
     assert not contents(tmp_path / "new")
-    train(tmp_path / "new")  # the folder is as good as new
+    train(tmp_path / "new")  # the refusal left nothing in the folder
 
 
 # --- files of other programs and other versions ------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_a_file_that_is_not_a_checkpoint_is_refused(flag, bad_file, train, refus
 def other_format(kind, path):
     if kind == "TorchScript":
         torch.jit.script(nn.Linear(2, 2)).save(str(path))
-    else:  # as torch wrote before it had names for formats
+    else:  # as torch wrote it before its zip format
         with tarfile.open(path, "w") as archive:
             for name in ("storages", "tensors", "pickle", "sys_info"):
                 part = tarfile.TarInfo(name)
@@ -139,7 +139,7 @@ def other_format(kind, path):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["TorchScript", "tar"])
 def test_no_message_advises_to_load_unsafely(kind, tmp_path):
-    """As torch's own does."""
+    """torch's own message advises to set weights_only=False."""
     other_format(kind, tmp_path / "x.pth")
     with pytest.raises(UserError, match=r"^x.pth: refused, because a TorchScript .*; no code was run") as refusal:
         read_checkpoint(tmp_path / "x.pth", "x.pth", only_weights=True)
@@ -154,7 +154,7 @@ def test_a_file_of_another_kind_is_refused(content, tmp_path):
 
 
 def test_a_newer_format_is_refused_without_changes(train, refused, tmp_path):
-    """Nothing is called damaged, set aside, or begun again, with a manifest and without."""
+    """No file is reported as damaged, set aside or replaced, with a manifest and without one."""
     run = tmp_path / "run"
     train(run)
     path, manifest = run / "checkpoint_1.pth", run / "manifest.json"
@@ -174,7 +174,7 @@ def test_a_newer_format_is_refused_without_changes(train, refused, tmp_path):
 
 
 def test_a_checkpoint_without_a_version_has_version_1():
-    """As it was written then, with a checksum of its entries."""
+    """The first version wrote a checksum of the entries."""
     old = state_at(1) | {"checksum": "0" * 64}
     assert_same_bits(brought_up_to_date(old), state_at(1) | {"format_version": FORMAT_VERSION})
     for number in ("2", 0, None, True, 2.0):
@@ -183,7 +183,7 @@ def test_a_checkpoint_without_a_version_has_version_1():
 
 
 def test_older_files_use_the_default_of_a_new_entry():
-    """And in those of its own version it must be there."""
+    """A file of the version that added the entry must contain it."""
     entries = {"step": Saved(integer()), "restarts": Saved(integer(), since=2, default=0)}
     assert brought_up_to_date({"step": 3}, entries)["restarts"] == 0
     assert "restarts" not in brought_up_to_date({"step": 3, "format_version": 2}, entries)

@@ -1,4 +1,4 @@
-"""`--keep-best`: the best checkpoints stay, whatever was saved, damaged, lost, killed or abandoned."""
+"""`--keep-best` keeps the best checkpoints after saves, damage, losses, kills and going back."""
 
 import json
 import math
@@ -18,7 +18,7 @@ VALUES = (None, 0.1, 0.2, 0.3, 0.4, 0.5, -math.inf, math.nan)
 
 @dataclass
 class Known:
-    """A checkpoint of the directory, as the reference has it."""
+    """Checkpoint in the directory, as the reference knows it."""
 
     file: str
     moment: tuple[int, Position]
@@ -29,7 +29,7 @@ class Known:
 
 
 class Life:
-    """A run that saves at random, with everything that may happen to its directory, and what must be there."""
+    """Run with random saves and accidents, and a reference of the checkpoints that must exist."""
 
     def __init__(self, seed, opened):
         self.draw, self.name, self.opened = random.Random(seed), str(seed), opened
@@ -51,7 +51,7 @@ class Life:
         return value > than if self.mode == "max" else value < than
 
     def is_ahead(self, i, j):
-        """Whether the first comes before the other: what best.pth names, then the better, of equal ones the earlier."""
+        """Whether checkpoint i ranks before j: the one of best.pth first, then the better, then the earlier."""
         one, other = self.known[i], self.known[j]
         best = max((k for k, it in enumerate(self.known) if it.is_best), default=None)
         if i == j or j == best or one.value is None or math.isnan(one.value):
@@ -59,7 +59,7 @@ class Life:
         return i == best or self.is_better(one.value, other.value) or (one.value == other.value and i < j)
 
     def stays(self, j):
-        """Fewer intact ones are newer, or better, than there is room for."""
+        """Whether checkpoint j is kept: fewer intact ones are newer, or rank before it, than the directory keeps."""
         value = self.known[j].value
         newer = sum(one.intact for one in self.known[j + 1 :])
         if newer < self.keep or value is None or math.isnan(value):
@@ -93,7 +93,7 @@ class Life:
         assert all((self.directory.path / one.file).exists() for one in self.known)
 
     def be_killed(self, failures, operations):
-        """While it saves: before any of the operations until the next save, which evicts."""
+        """Crashes before one of the operations of a save, which ends by deleting checkpoints."""
         state = self.next_state()
         operations.clear()
         failures[self.draw.randrange(10)] = Crash()
@@ -107,7 +107,7 @@ class Life:
             self.open()
             for name in checkpoints(self.directory.path) - before:
                 self.learn(self.directory.path / name, state)
-            # It may have come after the eviction, or before.
+            # The crash may have come before or after the deletion.
             there = checkpoints(self.directory.path)
             self.known = [one for i, one in enumerate(self.known) if self.stays(i) or one.file in there]
         failures.clear()
@@ -120,7 +120,7 @@ class Life:
         path.write_bytes(path.read_bytes()[:-1])
 
     def restart(self):
-        """Goes on from the newest intact one. Returns False where there is none."""
+        """Resumes from the newest intact checkpoint. Returns False if there is none."""
         self.open()
         try:
             state = self.directory.load_newest()
@@ -135,7 +135,10 @@ class Life:
         self.epoch, self.samples, self.best = state["position"]["epoch"], state["position"]["samples"], state["best"]
 
     def lose_manifest(self):
-        """Rebuilt, it has no damaged file. (One that went back cannot tell its abandoned future any more.)"""
+        """Deletes the manifest. The rebuilt one lists no damaged file.
+
+        After going back, a rebuilt manifest cannot know which checkpoints were abandoned, so this is left out.
+        """
         if self.went_back:
             return True
         (self.directory.path / "manifest.json").unlink(missing_ok=True)
@@ -157,7 +160,7 @@ class Life:
 
 
 def live(seed, opened, disk_operations):
-    """A life of a few dozen events."""
+    """Returns a run after at most 27 events."""
     operations, failures = disk_operations
     life = Life(seed, opened)
     life.save()
@@ -195,7 +198,7 @@ def manifest(directory):
 
 
 def best_files(entries, num):
-    """As a user finds them: by the highest values in the manifest."""
+    """Returns the files with the highest values in the manifest."""
     judged = [entry for entry in entries if entry["value"] is not None]
     return {entry["file"] for entry in sorted(judged, key=lambda entry: -entry["value"])[:num]}
 
@@ -205,7 +208,7 @@ RUN = ["--epochs", 8, "--keep-checkpoints", 1, "--keep-best", 3, "--lr", 0.3]
 
 @pytest.fixture
 def trained(train, tmp_path):
-    """A run whose score goes up and down, and the manifest that it would have if it kept all."""
+    """Returns a run whose score goes up and down, and the manifest of an equal run that keeps all checkpoints."""
     train(tmp_path / "run", *RUN)
     train(tmp_path / "all", *RUN, "--keep-checkpoints", 0)
     return tmp_path / "run", manifest(tmp_path / "all")
@@ -233,7 +236,7 @@ def test_a_resumed_run_keeps_the_remaining_best_checkpoints(lost, trained, train
 
 
 def test_the_best_exclude_checkpoints_of_an_abandoned_future(trained, train, tmp_path):
-    """A run goes back to its first epoch, the worst, and hardly learns: of equal scores the earlier ones stay."""
+    """The run goes back to its first epoch, the worst, and hardly learns. Of equal scores, the earlier ranks first."""
     _, entries = trained
     run = tmp_path / "all"
     assert entries[0]["value"] == min(entry["value"] for entry in entries)
@@ -243,7 +246,7 @@ def test_the_best_exclude_checkpoints_of_an_abandoned_future(trained, train, tmp
 
 
 def test_scores_are_copied_to_another_directory(trained, train, tmp_path):
-    """Of the checkpoint that is gone on from, and of the best one beside it."""
+    """The scores are those of the resumed checkpoint and of the best one beside it."""
     run, _ = trained
     train(tmp_path / "other", *RUN, "--epochs", 9, "--resume-from", run / "last.pth")
     values = {entry["epoch"]: entry["value"] for entry in manifest(run)}

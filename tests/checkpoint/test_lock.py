@@ -1,4 +1,4 @@
-"""One job at a time in a run directory, and the next one when it is gone."""
+"""One job at a time uses a run directory, and another may use it after that job's end."""
 
 import errno
 import io
@@ -36,7 +36,7 @@ STALE_S = 0.6
 
 @pytest.fixture
 def hold(tmp_path):
-    """Starts another process that holds the lock of tmp_path."""
+    """Starts another process, which holds the lock of tmp_path."""
     processes = []
 
     def start(*within):
@@ -67,7 +67,7 @@ def impatient(monkeypatch):
 
 @pytest.fixture
 def left_elsewhere(tmp_path):
-    """The lock of tmp_path as a job on another machine leaves it."""
+    """Writes the lock of tmp_path as a job on another machine leaves it."""
 
     def leave():
         (tmp_path / "lock").write_text(str(Holder(ELSEWHERE, "another", "00000000")))
@@ -77,7 +77,7 @@ def left_elsewhere(tmp_path):
 
 
 def take(directory, take_over=False):
-    """Returns how long that took."""
+    """Takes and releases the lock; returns how long that took, in seconds."""
     began = time.monotonic()
     take_lock(directory, take_over).release()
     return time.monotonic() - began
@@ -87,7 +87,7 @@ def take(directory, take_over=False):
 
 
 def test_a_pipe_in_place_of_the_lock_file_is_refused(tmp_path):
-    """Opening it would wait without end."""
+    """Opening the pipe would block without end."""
     os.mkfifo(tmp_path / "lock.held")
     with pytest.raises(OSError, match="is a device or a pipe, not a regular file"):
         take_lock(tmp_path)
@@ -114,7 +114,7 @@ def test_a_dead_holder_is_succeeded_at_once(hold, tmp_path):
 
 
 def in_namespaces(*kinds):
-    """The command that starts another one in namespaces of its own, or a skip."""
+    """Returns a command that starts another one in its own namespaces; skips the test if the system allows none."""
     command = ["unshare", "--map-root-user", *kinds]
     if shutil.which("unshare") is None or subprocess.run([*command, "true"], capture_output=True).returncode:
         pytest.skip("this system does not let a user make namespaces")
@@ -122,7 +122,7 @@ def in_namespaces(*kinds):
 
 
 def test_a_dead_holder_whose_host_had_another_name_is_succeeded_at_once(hold, tmp_path):
-    """As in a container that is killed and started again."""
+    """A container that is killed and restarted has another host name."""
     script = 'hostname pod-1 && exec "$@"'
     holder = hold(*in_namespaces("--uts"), "sh", "-c", script, "sh")
     assert (tmp_path / "lock").read_text().startswith(f"process {holder.pid} on pod-1\n")
@@ -132,7 +132,7 @@ def test_a_dead_holder_whose_host_had_another_name_is_succeeded_at_once(hold, tm
 
 
 def test_processes_of_two_pid_namespaces_lock_each_other_out(hold, tmp_path):
-    """Their processes may have the same number, and do not see each other."""
+    """Processes in two namespaces may have the same id, and do not see each other."""
     hold(*in_namespaces("--pid", "--fork", "--mount-proc", "--kill-child"))
     with pytest.raises(UserError, match=r"in use by process 1 on .*; wait until it ends"):
         take(tmp_path, take_over=True)
@@ -175,7 +175,7 @@ def test_a_second_job_in_one_folder_is_refused(refused, tmp_path, environment):
         first.wait()
 
 
-# --- on several machines, whose file system carries no locks --------------------------------------------------------
+# --- several machines without file locks ----------------------------------------------------------------------------
 
 
 def test_a_lock_that_nobody_renews_is_taken_over(left_elsewhere, impatient, tmp_path, capsys, signals_restored):
@@ -194,7 +194,7 @@ def test_a_restart_of_the_same_job_does_not_wait(left_elsewhere, tmp_path):
 
 @pytest.mark.parametrize("by", [+1, -3600])
 def test_a_lock_that_is_renewed_is_not_taken_over(by, left_elsewhere, impatient, tmp_path):
-    """Also by a clock that goes back."""
+    """The clock of the other machine may go back."""
     lock, until = left_elsewhere(), threading.Event()
 
     def renew():
@@ -215,7 +215,7 @@ def test_a_lock_that_is_renewed_is_not_taken_over(by, left_elsewhere, impatient,
 
 @pytest.mark.parametrize("hours", [-24, 24])
 def test_the_age_of_a_lock_by_the_clock_is_ignored(hours, left_elsewhere, impatient, tmp_path):
-    """Two machines, or one after a change of its clock, need not agree."""
+    """The clocks of two machines may differ, and a clock may be changed."""
     then = time.time() + 3600 * hours
     os.utime(left_elsewhere(), (then, then))
     assert STALE_S < take(tmp_path) < STALE_S + 1
@@ -239,7 +239,7 @@ def test_a_holder_renews_its_lock(impatient, tmp_path):
 
 
 def test_a_lock_with_the_name_of_a_job_is_read(left_elsewhere, impatient, tmp_path):
-    """As an earlier version wrote it."""
+    """An earlier version wrote the lock like this."""
     lock = left_elsewhere()
     lock.write_text(lock.read_text().replace("token", "job 1 of SLURM: 12\ntoken"))
     assert STALE_S < take(tmp_path) < STALE_S + 1
@@ -250,10 +250,10 @@ def test_a_lock_with_the_name_of_a_job_is_read(left_elsewhere, impatient, tmp_pa
 
 @pytest.fixture
 def two_holders(left_elsewhere, tmp_path):
-    """(one that does not know that it has lost the directory, its successor)"""
+    """Yields a holder that does not know that it has lost the directory, and its successor."""
     directories = [RunDirectory(tmp_path, Retention(3), print) for _ in range(2)]
     for directory in directories:
-        directory.acquire()  # the kernel does not keep a process from its own lock
+        directory.acquire()  # the kernel does not exclude a process by its own lock
         if directory is directories[0]:
             directory.save(state_at(1))
     yield directories
@@ -276,7 +276,7 @@ def test_a_displaced_holder_writes_nothing_and_names_its_successor(two_holders, 
 
 
 def test_a_file_is_not_renamed_while_its_lock_is_taken_over(tmp_path, monkeypatch):
-    """Frozen between reading the lock and renaming."""
+    """The old holder is frozen between reading the lock and renaming."""
     old, new = (RunDirectory(tmp_path, Retention(3), print) for _ in range(2))
     old.acquire()
     old.save(state_at(1))
@@ -298,7 +298,7 @@ def test_a_file_is_not_renamed_while_its_lock_is_taken_over(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("deletes", ["an evicted checkpoint", "a damaged checkpoint", "others' temporary files", "all"])
 def test_a_displaced_holder_deletes_nothing(deletes, two_holders, tmp_path):
-    """Nor renames what is not its own: each time it looks whether the directory is still its."""
+    """Before it deletes or renames a file, a holder checks that the directory is still its own."""
     old, new = two_holders
     for epoch in (2, 3):
         new.save(state_at(epoch))
@@ -321,12 +321,12 @@ def test_a_displaced_holder_deletes_nothing(deletes, two_holders, tmp_path):
 
 @pytest.mark.parametrize("is_taken_over", [False, True])
 def test_a_checkpoint_that_vanishes_while_it_is_renamed_is_reported(is_taken_over, two_holders, monkeypatch, tmp_path):
-    """It is told, and nothing that a successor has is deleted."""
+    """The loss is reported, and no file of the successor is deleted."""
     old, new = two_holders
     holder = old if is_taken_over else new
     rename, taken = holder.writer.rename, (tmp_path / "lock").read_text()
     if is_taken_over:
-        (tmp_path / "lock").write_text(str(old.writer._holder))  # that the other one takes after the rename
+        (tmp_path / "lock").write_text(str(old.writer._holder))  # for lose() to replace
 
     def lose(temporary, path):
         rename(temporary, path)
@@ -342,7 +342,7 @@ def test_a_checkpoint_that_vanishes_while_it_is_renamed_is_reported(is_taken_ove
 
 
 def test_a_lock_is_released_even_if_its_file_cannot_be_closed(tmp_path):
-    """As on a network file system whose server has forgotten the file; what came before is not hidden by it."""
+    """A network file system whose server has forgotten the file raises this error. It must not hide an earlier one."""
 
     class Stale(io.StringIO):
         def close(self):
@@ -376,7 +376,7 @@ def test_training_ends_soon_after_the_directory_is_taken_over(tmp_path, capsys, 
 
 
 def outcome(folder, *race_arguments):
-    """(steps that were promised twice, the newest promised, the newest on the disk, takings, freezings)."""
+    """Returns the steps promised twice, the newest promised, the newest on the disk, takeovers, and freezes."""
     promised, takings, freezings = race(folder, *race_arguments)
     directory = RunDirectory(folder, Retention(3), print)
     directory.acquire()

@@ -1,4 +1,4 @@
-"""The manifest: rebuilt when it is lost, and believed in nothing that the trainer would not write."""
+"""A lost or invalid manifest is rebuilt from the checkpoint files."""
 
 import json
 import re

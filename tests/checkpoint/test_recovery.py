@@ -1,4 +1,4 @@
-"""Damage and loss: what is intact is gone on from, and where nothing is, that is said and not begun anew."""
+"""A damaged run resumes from its newest intact checkpoint, and does not start over if there is none."""
 
 import random
 
@@ -14,7 +14,7 @@ from trainer.common.errors import UserError
 
 
 def damages(size):
-    """Ways to spoil a file of so many bytes, by name."""
+    """Returns ways to damage a file of a number of bytes, by name."""
     draw = random.Random(0)
     found = {"first bit": 0, "last bit": 8 * size - 1}
     flips = found | {f"bit {i}": i for i in (draw.randrange(8 * size) for _ in range(20))}
@@ -98,7 +98,7 @@ def test_after_a_kill_before_the_first_checkpoint_the_run_starts_over(opened):
     assert not opened()[0].has_checkpoint
 
 
-# --- nothing left ------------------------------------------------------------------------------------------------
+# --- no intact checkpoint ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("left", [{"manifest.json"}, {"results.json"}, {"checkpoint_1.pth"}])
@@ -119,7 +119,7 @@ def test_traces_of_lost_checkpoints_prevent_a_fresh_start(left, opened):
     assert not again.has_checkpoint
 
 
-# --- as a command line -------------------------------------------------------------------------------------------
+# --- the command line --------------------------------------------------------------------------------------------
 
 
 def newest_checkpoint(directory):
@@ -127,7 +127,7 @@ def newest_checkpoint(directory):
 
 
 def test_a_truncated_checkpoint_is_set_aside_and_the_run_ends_equally(train, tmp_path):
-    """Killed after epoch 3 of 4, with the newest file cut short."""
+    """The files are those of a run killed after epoch 3 of 4, with the newest checkpoint truncated."""
     broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
     for directory in (broken, unbroken):
         train(directory, "--epochs", 4)
@@ -145,7 +145,7 @@ def test_a_truncated_checkpoint_is_set_aside_and_the_run_ends_equally(train, tmp
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused(train, refused, tmp_path):
-    """Said as often as it is asked: a second try must not start over in silence."""
+    """The second try must not start over silently either."""
     train(tmp_path, "--epochs", 2)
     for path in tmp_path.glob("checkpoint_*.pth"):
         path.write_bytes(path.read_bytes()[:-100])
