@@ -16,7 +16,7 @@ NO_TIMEOUT = torch_private.timedelta(seconds=1)
 
 @pytest.fixture
 def without(monkeypatch):
-    """Loads a fresh copy of the module, as if torch lacked some names: pairs of an owner and a name."""
+    """Loads a new copy of the module without some names, given as (owner, name) pairs."""
 
     def load(*hidden):
         for owner, name in hidden:
@@ -37,7 +37,7 @@ def test_writes_hooks_and_sparse_parts_of_tensors_are_found():
     assert torch_private.has_hooks(weight)
     sparse = torch.tensor([1.0, 2.0]).to_sparse()
     assert [part.shape[-1] for part in torch_private.sparse_parts(sparse)] == [2, 2]
-    unknown = SimpleNamespace()  # as of a torch without the names
+    unknown = SimpleNamespace()  # as in a torch without the names
     assert not torch_private.has_hooks(unknown) and not torch_private.reads_found_inf(unknown)
 
 

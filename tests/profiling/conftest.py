@@ -24,7 +24,7 @@ def shell(monkeypatch):
 
 @pytest.fixture
 def profile_here(capsys, monkeypatch):
-    """Runs a command line of profiler.py in this process; returns what it printed, (out, err)."""
+    """Runs profiler.py in this process; returns what it printed, (out, err)."""
 
     def run(*argv, status=0, environment=None):
         monkeypatch.setattr("sys.argv", ["profiler.py"])
@@ -36,7 +36,7 @@ def profile_here(capsys, monkeypatch):
 
 @pytest.fixture
 def alone(tmp_path):
-    """The environment of a single launched process."""
+    """Returns the environment of a single launched process."""
     return RankEnvironment(0, 1, 0, 1, f"file://{tmp_path}/meeting")
 
 

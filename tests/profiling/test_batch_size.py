@@ -1,4 +1,4 @@
-"""profiler.py batch-size: the search, and what bounds it."""
+"""Tests profiler.py batch-size: the search, and what limits it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""profiler.py check: its findings, the process that reports them, and its exit status."""
+"""Tests profiler.py check: its findings, which process reports them, and the exit status."""
 
 import json
 import resource
@@ -79,7 +79,6 @@ def test_check_of_a_broken_part_has_status_1(profile_here, alone):
 
 
 def test_check_of_processes_that_do_not_meet_has_status_1(profile_here, monkeypatch):
-    """The other of two processes never starts."""
     here = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in here.items():
         monkeypatch.setenv(name, str(value))

@@ -1,4 +1,4 @@
-"""Command lines of profiler.py: their mistakes, their help, and how they end."""
+"""Tests command lines of profiler.py: mistakes, help, and how they end."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Commands of the profiler in the documents parse."""
+"""The profiler's commands in the documents parse."""
 
 import re
 
@@ -41,4 +41,4 @@ def test_documented_command_parses(arguments, monkeypatch):
 
 def test_documents_show_every_command():
     assert {arguments[0] for arguments in documented_commands()} == COMMANDS.keys()
-    assert LARGE_BYTES == 64 * 2**20  # as the documents say
+    assert LARGE_BYTES == 64 * 2**20  # the documents state this size

@@ -1,4 +1,4 @@
-"""Measured steps of a run equal the loop's steps, and the clock of their phases leaves no trace."""
+"""Measured steps equal the loop's steps, and the clock of their phases leaves the run unchanged."""
 
 import time
 from contextlib import contextmanager
@@ -56,7 +56,7 @@ def test_copy_optimizer_and_logging_time_are_separated(run, monkeypatch):
     steps, _ = MeasuredRun(run).timed(3)
     total = dict(zip(PHASES, steps.sum(axis=0), strict=True))
     expected = {COPY: 50, OPTIMIZER: 90, REST: 150}
-    # Time counts once, so time in one phase is in no other phase.
+    # No time counts in two phases.
     for phase, least in expected.items():
         assert total[phase] >= least, phase
     assert steps.sum() < sum(expected.values()) + 300

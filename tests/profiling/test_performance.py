@@ -17,7 +17,7 @@ from tests.helpers.sleepy_task import Rest
 
 
 class Resting(nn.Module):
-    """Sleeps in forward, for each sample too, and in backward."""
+    """Sleeps in forward, also per sample, and in backward."""
 
     def __init__(self, forward_s=0.0, backward_s=0.0, per_sample_s=0.0):
         super().__init__()
@@ -101,7 +101,7 @@ def test_a_full_profile_that_cannot_be_written_is_refused_before_measuring(tmp_p
     batches = loader("tensor")
     with pytest.raises(NotADirectoryError, match=re.escape(f"'{tmp_path / 'file'}'")):
         quick(nn.Linear(3, 2), batches).run_full_profile(tmp_path / "file" / "profile.json")
-    assert len(list(batches)) == 3  # none was read
+    assert len(list(batches)) == 3  # all batches remain, so none was read
 
 
 def test_counted_memory_equals_the_tensors_sizes():
@@ -110,7 +110,7 @@ def test_counted_memory_equals_the_tensors_sizes():
     memory = quick(model, [torch.randn(256, 1024)]).profile_memory()
     assert memory["parameters_mib"] == memory["gradients_mib"] == 3
     assert memory["buffers_mib"] == pytest.approx((2 * 512 * 4 + 8) / 2**20)
-    # The inputs of the three layers, and a few numbers for each feature.
+    # The values are the inputs of the three layers, and a few numbers for each feature.
     assert memory["saved_for_backward_mib"] == pytest.approx(1 + 0.5 + 0.5, rel=0.02)
     assert memory["peak_memory_mib"] > 50
 

@@ -1,4 +1,4 @@
-"""profiler.py scaling: its arithmetic, and its remarks about the machine."""
+"""Tests profiler.py scaling: its arithmetic, and its remarks about the machine."""
 
 import json
 import re
@@ -59,7 +59,7 @@ def test_a_group_uses_the_first_chosen_gpus(world, device, mode, gpus, monkeypat
 
 @pytest.fixture
 def scaling_of(monkeypatch, profile_here):
-    """Runs `profiler.py scaling` on the CPU with one result for each world, by its number of devices."""
+    """Runs `profiler.py scaling` on the CPU, with one given result per number of devices."""
 
     def run(results, *argv, **options):
         monkeypatch.setattr(scaling, "measure_in", lambda world, *_: results[world.num_devices])

@@ -13,7 +13,7 @@ from trainer.profiling.phase_clock import BACKWARD, DATA, FORWARD, PHASES
 
 @pytest.fixture(scope="module")
 def slept(tmp_path_factory):
-    """A step whose parts sleep for 20, 40 and 60 ms, measured by the command line in this process."""
+    """Measures a step whose parts sleep for 20, 40 and 60 ms, by the command line in this process."""
     folder = tmp_path_factory.mktemp("step")
     rests = ["--data-s", "0.02", "--delay-s", "0.04", "--backward-s", "0.06"]
     arguments = ["--task", SLEEPY, *TINY[2:], *rests, "--json", folder / "step.json", "--trace", folder / "trace"]
@@ -64,7 +64,6 @@ def test_save_dir_is_not_created(slept):
 
 
 def test_a_batch_larger_than_the_data_is_reported(profile_here, tmp_path):
-    """There are 40 samples."""
     arguments = [*TINY, *SHORT, "--batch-size", "64", "--json", tmp_path / "step.json"]
     out = profile_here("step", *arguments).out
     result = json.loads((tmp_path / "step.json").read_text())
