@@ -63,7 +63,7 @@ def hurried(monkeypatch):
 
 @pytest.fixture
 def run_with(tmp_path):
-    """Logs a run of 3 epochs with one logger; returns the seconds of the longest call, without `close`."""
+    """Logs 3 epochs with a logger; returns the longest call but `close`, in seconds."""
 
     def run(logger):
         log = RunLog(logged_run(tmp_path, config={"lr": 0.5}), own=[BackgroundLogger(logger, "--logger x")])

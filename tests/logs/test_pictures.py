@@ -1,4 +1,4 @@
-"""Pictures in TensorBoard: what they show, when they are drawn, and that they do not change training."""
+"""Tests pictures in TensorBoard: what they show, when they are drawn, and that they do not change training."""
 
 import io
 import json
@@ -24,11 +24,11 @@ from trainer.loop.evaluate import log_pictures
 from trainer.parallel.strategy import SingleDevice
 
 CPU = torch.device("cpu")
-STEPS_PER_EPOCH = 4  # 101 sequences
+STEPS_PER_EPOCH = 4  # for 101 sequences
 
 
 class Showing(Weighted):
-    """The task for tests, with pictures. It notes what it draws, and uses up random numbers."""
+    """Task with pictures, which records what it draws and draws random numbers."""
 
     def pictures(self, sums):
         value = min(255, int(sums["hits"]))
@@ -48,7 +48,7 @@ class Showing(Weighted):
 
 
 class SlowData(Weighted):
-    """Gathering a batch takes 50 ms."""
+    """Task whose batches each take 50 ms to gather."""
 
     def splits(self):
         return super().splits() | {"train": SlowSequences(self.config.num_train, 100, True)}
@@ -117,7 +117,7 @@ def test_examples_are_fixed_samples_in_the_weights_and_precision_of_evaluation(s
     run.log = Recorder()
     with torch.no_grad():
         for parameter in run.learner.objective.parameters():
-            parameter.add_(1.0)  # as training would; the average stays behind
+            parameter.add_(1.0)  # as training would change them, but not the average
     trained = [p.clone() for p in run.learner.objective.parameters()]
     with run.learner.ema.applied():
         average = [p.clone() for p in run.learner.objective.parameters()]
@@ -134,7 +134,7 @@ def test_examples_are_fixed_samples_in_the_weights_and_precision_of_evaluation(s
     assert seen["dtype"] == seen["logits"] == getattr(torch, dtype)
     assert run.log.names == ["val/hits", "val/examples"]
     log_pictures(run, {"test": {"hits": torch.tensor(3.0)}})
-    assert run.task.seen["index"] == [0, 1]  # fewer samples than pictures
+    assert run.task.seen["index"] == [0, 1]  # there are fewer samples than pictures
 
 
 def test_examples_use_autocast_if_evaluation_does(showing):
@@ -160,7 +160,7 @@ def test_pictures_of_validations_do_not_change_training(showing, tmp_path, signa
 
 
 def test_a_resumed_run_repeats_no_picture_and_loses_none(showing, tmp_path, signals_restored):
-    """One run was killed long after its checkpoint, and one run is resumed at its end."""
+    """One run was killed long after its checkpoint, and another is resumed at its end."""
     argv = ["--task", "showing", "--keep-checkpoints", "0"]
     train(tmp_path / "whole", *argv, "--epochs", "4")
     entries = json.loads((tmp_path / "whole" / "manifest.json").read_text())["checkpoints"]
@@ -197,7 +197,7 @@ def hyperparameters(directory):
     content = found.SummaryMetadata(SESSION_START_INFO_TAG).plugin_data.content
     values = parse_session_start_info_plugin_data(content).hparams
     shown = {name: getattr(value, value.WhichOneof("kind")) for name, value in values.items()}
-    assert not [tag for tag in found.Tags()["scalars"] if not tag.startswith(("train/", "val/"))]  # cards of one dot
+    assert not [tag for tag in found.Tags()["scalars"] if not tag.startswith(("train/", "val/"))]  # no cards of one dot
     return shown, {name: shown.pop(name) for name in list(shown) if name.startswith("best/")}
 
 

@@ -1,4 +1,4 @@
-"""What the user sees: a table whose columns stay aligned, and TensorBoard's scalars."""
+"""The table of a run has aligned columns, and TensorBoard gets its scalars."""
 
 import json
 import math
@@ -17,7 +17,7 @@ BOTH = {"train/loss": 1234567.0, "val/loss": -1.2345e-5, "val/ndcg@10": math.nan
 
 @pytest.fixture
 def written(tmp_path):
-    """Logs these epochs and a result; returns the directory."""
+    """Logs epochs and a result; returns the directory."""
 
     def write(epochs, result=None, headline=()):
         log = RunLog(logged_run(tmp_path), headline)
@@ -32,12 +32,12 @@ def written(tmp_path):
 
 
 def right_edges(line):
-    """Where each cell of a right-aligned line ends."""
+    """Returns where each cell of a right-aligned line ends."""
     return [i + 1 for i in range(len(line)) if line[i] != " " and (i + 1 == len(line) or line[i + 1] == " ")]
 
 
 def test_every_cell_stands_under_its_header(written):
-    """Some epochs, the first among them, have no validation. The numbers are as long as they can be."""
+    """The first epoch and the third have no validation, and the numbers have the longest form."""
     lines = (written([TRAIN, BOTH, TRAIN, BOTH]) / "val.log").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["epoch", "1", "epoch", "2", "3", "4"]
     assert right_edges(lines[0]) == right_edges(lines[1])

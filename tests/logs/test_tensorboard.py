@@ -1,4 +1,4 @@
-"""A finished run as its user sees it: TensorBoard in a browser."""
+"""Tests what TensorBoard shows of a finished run in a browser."""
 
 import json
 import shutil
@@ -57,7 +57,7 @@ def finished_run(command, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(finished_run, environment):
-    """The address of a TensorBoard that shows the run."""
+    """Starts a TensorBoard that shows the run; yields its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
