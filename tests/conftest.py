@@ -25,23 +25,23 @@ STEPS_PER_EPOCH = 3
 
 
 def pytest_configure(config):
-    """Tests mean the same with GPUs and without: these are hidden, unless the tests that need one are asked for."""
+    """Hides GPUs unless -m asks for tests that need one, so that the other tests mean the same on every machine."""
     if torch.backends.cuda.is_built() and "cuda" not in config.option.markexpr.replace("not cuda", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_finish():
-    """Garbage collection skips what thousands of collected tests hold, which would take it half a second each time."""
+    """Freezes what pytest collected, because each garbage collection would traverse it for half a second."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def no_stop_signal_is_ignored():
-    """Tests start programs as a terminal does, also where nohup or a script's `&` had pytest ignore some signals.
+    """Handles stop signals that nohup or `&` had pytest ignore, so that programs started by tests receive them.
 
-    A process inherits that a signal is ignored, but not a handler. One that does nothing therefore spares pytest what
-    it was to be spared, and nothing that it starts; SIGINT gets Python's own, which tests rely on.
+    A child process inherits that a signal is ignored, but not a handler. A handler that does nothing therefore protects
+    pytest alone. SIGINT gets Python's own handler, which tests rely on.
     """
     ignored = [number for number in STOP_SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
     for number in ignored:
@@ -53,7 +53,6 @@ def no_stop_signal_is_ignored():
 
 @pytest.fixture(autouse=True)
 def same_numbers_in_every_run():
-    """Tests draw the same numbers in every run, in whatever order and on whatever worker they stand."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -61,7 +60,7 @@ def same_numbers_in_every_run():
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind():
-    """A test that changes the environment, or leaves threads or a process group, fails."""
+    """Fails a test that changes the environment, or leaves threads or a process group."""
     environment = dict(os.environ)
     threads = set(threading.enumerate())
     yield
@@ -74,7 +73,6 @@ def leaves_nothing_behind():
 
 @pytest.fixture
 def double_precision():
-    """Tensors are float64 unless told otherwise."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
@@ -87,17 +85,17 @@ def cache_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def environment(cache_dir):
-    """The environment of a user's shell, with the cache in a temporary place."""
+    """Returns the environment of a user's shell, with the cache in a temporary folder."""
     variables = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     return variables | {"XDG_CACHE_HOME": str(cache_dir), "PYTHONUNBUFFERED": "1"}
 
 
 @pytest.fixture(scope="session")
 def command(environment, tmp_path_factory):
-    """Runs a command line as a user would; returns the finished process with its output as text.
+    """Runs a command line; returns the finished process with its output as text.
 
-    main.py, and the ranks of main_multi_gpu.py --nproc N, run in forks, which spares their start. launched: the
-    program's own launcher starts the ranks.
+    main.py, and the ranks of main_multi_gpu.py --nproc N, run in forks, which start faster. launched: the program's own
+    launcher starts the ranks.
     """
 
     def run(*args, status=0, timeout=180, launched=False, **variables):
@@ -135,7 +133,7 @@ def run_forks(arguments, variables, out, err, timeout_s) -> subprocess.Completed
 
 @pytest.fixture
 def signals_restored():
-    """For a test that calls `main` in its own process."""
+    """Restores the signal handlers that `main` replaces in this process."""
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
     for number, handler in handlers.items():
@@ -144,7 +142,7 @@ def signals_restored():
 
 @pytest.fixture
 def run_here(cache_dir, signals_restored, capsys):
-    """Runs a command line of main.py in this process, which spares its start; returns what it printed, (out, err)."""
+    """Runs main.py in this process, which starts faster; returns (stdout, stderr)."""
 
     def run(*argv, status=0):
         arguments = [*map(str, argv), "--cache-dir", str(cache_dir / "lockstep")]
@@ -162,8 +160,8 @@ def no_rank_variables(monkeypatch):
 
 @pytest.fixture
 def cli(capsys, monkeypatch, no_rank_variables, signals_restored):
-    """Runs a command line in this process: (exit status, standard output, lines of standard error)."""
-    monkeypatch.setattr(sys, "path", list(sys.path))  # a task's file adds its folder
+    """Runs a command line in this process: (exit status, stdout, lines of stderr)."""
+    monkeypatch.setattr(sys, "path", list(sys.path))  # loading a task's file adds its folder
 
     def run(*args, several_devices=False):
         capsys.readouterr()
@@ -176,7 +174,7 @@ def cli(capsys, monkeypatch, no_rank_variables, signals_restored):
 
 @pytest.fixture
 def train(cli):
-    """A tiny run in a directory, which must succeed; returns what it printed."""
+    """Trains a tiny run in a directory, which must succeed; returns what it printed."""
 
     def run(directory, *more):
         status, out, err = cli(*TINY, "--save-dir", directory, *more)
@@ -188,7 +186,7 @@ def train(cli):
 
 @pytest.fixture
 def refused(cli):
-    """A command line that must be refused with one message for each part."""
+    """Checks that a command line is refused with one message for each part."""
 
     def run(parts, *args, **options):
         status, out, err = cli(*args, **options)
@@ -200,14 +198,14 @@ def refused(cli):
 
 
 def assert_messages(lines, *parts):
-    """One line for each part, which it contains, and no other line."""
+    """Checks that there are as many lines as parts, and that each part is in a line that begins with `error: `."""
     assert len(lines) == len(parts), lines
     for part in parts:
         assert any(line.startswith("error: ") and part in line for line in lines), (part, lines)
 
 
 def launcher(num_processes: int) -> list[str]:
-    """The command that starts a run on so many CPU processes."""
+    """Returns the program and flags that start a run on a number of CPU processes."""
     if num_processes == 1:
         return ["main.py"]
     return ["main_multi_gpu.py", "--multi-gpu", "ddp", "--nproc", str(num_processes)]
@@ -219,7 +217,7 @@ def load(path: Path) -> dict:
 
 
 def flatten(state, prefix=""):
-    """Every tensor and number of a nested checkpoint, by path."""
+    """Returns every tensor and number of a nested checkpoint, by path."""
     if isinstance(state, dict):
         items = state.items()
     elif isinstance(state, list | tuple):
@@ -236,7 +234,7 @@ TIMES = ("train_seconds", "samples_per_second", "epoch_seconds")
 
 
 def assert_same_bits(a: dict, b: dict) -> None:
-    """Two checkpoints agree in everything but wall time, the command line, the code and the name of the run."""
+    """Checks that two checkpoints differ at most in wall times, the command line, the code and the name of the run."""
     own = ("config", "code", "run_id")
     flat_a, flat_b = (flatten({name: part for name, part in state.items() if name not in own}) for state in (a, b))
     assert flat_a.keys() == flat_b.keys()
@@ -249,38 +247,38 @@ def assert_same_bits(a: dict, b: dict) -> None:
 
 
 def largest_difference(a: dict, b: dict) -> float:
-    """Over the weights of two checkpoints, relative to each tensor's largest value."""
+    """Returns the largest difference of the weights of two checkpoints, relative to each tensor's largest value."""
     assert a["model"].keys() == b["model"].keys()
     return max(float((x - b["model"][k]).abs().max() / x.abs().max()) for k, x in a["model"].items())
 
 
 LOCKS = ("lock", "lock.held")
 REFUSAL = (*LOCKS, "state.json")
-"""What a refusal may change of a run: who was there, and what became of it."""
+"""Files that a refused command may change: the lock names the last process, and state.json its outcome."""
 
 
 def contents(directory: Path, leave_out: tuple[str, ...] = LOCKS) -> dict[str, bytes]:
-    """Every file with its bytes; the lock names whoever looked last."""
+    """Returns the bytes of every file. The lock is left out by default, because it names the last process."""
     files = (path for path in directory.rglob("*") if path.is_file())
     return {str(path.relative_to(directory)): path.read_bytes() for path in files if path.name not in leave_out}
 
 
 def cut_back(directory: Path, entries: list[dict], copy: Path) -> None:
-    """What a run directory held when the last of these manifest entries had just been saved."""
+    """Copies what a run directory held when the last of these manifest entries had just been saved."""
     copy.mkdir()
     for name in ("manifest.json", "metrics.jsonl", *(entry["file"] for entry in entries)):
         shutil.copy(directory / name, copy)
 
 
 def cut_back_to(directory: Path, step: int, copy: Path) -> None:
-    """What a run directory held when its only checkpoint of a step had just been saved."""
+    """Copies what a run directory held when its only checkpoint of a step had just been saved."""
     entries = json.loads((directory / "manifest.json").read_text())["checkpoints"]
     (last,) = [i for i, entry in enumerate(entries) if entry["step"] == step]
     cut_back(directory, entries[: last + 1], copy)
 
 
 def read_metrics(directory: Path, event: str) -> list[dict]:
-    """The records of metrics.jsonl, without wall times."""
+    """Returns the records of an event in metrics.jsonl, without wall times."""
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [{k: v for k, v in r.items() if k not in TIMES} for r in records if r["event"] == event]
 

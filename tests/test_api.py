@@ -1,4 +1,4 @@
-"""`trainer.fit` does what the command line does, and leaves its process as it was; `trainer.load` gives the model."""
+"""`trainer.fit` trains like the command line and restores its process; `trainer.load` returns the model."""
 
 import json
 import os
@@ -25,16 +25,16 @@ from trainer.failure.signals import ONE_CTRL_C_S
 from trainer.registry import is_same_task, name_of
 
 SETTINGS = {"epochs": 1, "num_train": 24, "batch_size": 8, "lr": 0.01, "num_threads": 1}
-"""Those of TINY."""
+"""The settings of TINY."""
 
 
 @pytest.fixture(autouse=True)
 def alone(no_rank_variables):
-    """No launcher has started this process."""
+    """Removes the rank variables, so that no launcher seems to have started this process."""
 
 
 class Acting(WeightedObjective):
-    """Does something in a forward of training. acts_in: its number."""
+    """Objective that calls `act` in forward pass number `acts_in` of training."""
 
     acts_in = None
     num_forwards = 0
@@ -58,10 +58,10 @@ class Actor(Weighted):
 
 @pytest.fixture
 def acts(monkeypatch):
-    """Has `Actor` call a function in the forward of so many steps from now."""
+    """Has `Actor` call a function in the forward pass of a later step."""
 
     def plan(function, steps):
-        trials = 1  # before the first step
+        trials = 1  # a forward pass before the first step
         monkeypatch.setattr(Acting, "num_forwards", 0)
         monkeypatch.setattr(Acting, "acts_in", steps + trials)
         monkeypatch.setattr(Acting, "act", staticmethod(function))
@@ -78,7 +78,7 @@ def fail():
 
 
 def same_run(one, other):
-    """Two run directories hold the same last checkpoint and the same results, wall times aside."""
+    """Checks that two run directories hold the same scores and, wall times aside, the same last checkpoint."""
     assert_same_bits(load(one / "last.pth"), load(other / "last.pth"))
     metrics = [json.loads((path / "results.json").read_text())["metrics"] for path in (one, other)]
     assert metrics[0] == metrics[1]
@@ -313,7 +313,7 @@ def global_state():
 
 @pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="torch 2.9 or newer")
 def test_a_precision_set_only_for_convolutions_is_restored():
-    """By torch's newer switches. Its older one then raises where it is read."""
+    """Once `conv.fp32_precision` is set, reading torch's older switch `allow_tf32` raises."""
     cudnn = torch.backends.cudnn
     cudnn.conv.fp32_precision = "ieee"
     try:
@@ -331,7 +331,7 @@ def test_fit_restores_the_process(end, acts, tmp_path):
         random.random()
         np.random.random()
         sys.path.insert(0, str(tmp_path))
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # as on a GPU
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # which a run on a GPU sets
         torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = True, False
         torch.backends.cuda.enable_cudnn_sdp(False)
         {"finished": int, "interrupted": interrupt, "failed": fail, "refused": int}[end]()
@@ -368,7 +368,7 @@ def test_a_run_ignores_global_settings_of_the_process(around, train, tmp_path):
 
 
 def test_the_lock_of_tqdm_is_restored():
-    """Of a user who had bars before the trainer was imported."""
+    """A user may have created bars before the trainer is imported."""
     code = "from tqdm import tqdm; lock = tqdm.get_lock(); import trainer.logs.console; assert tqdm.get_lock() is lock"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
@@ -391,7 +391,7 @@ def test_load_returns_the_scored_model(settings, tmp_path):
 
 
 def test_load_finds_a_class_defined_in_a_function(tmp_path):
-    """Without running its file once more."""
+    """Loading the model must not execute the script again."""
     (tmp_path / "script.py").write_text(f"""
 import gc
 import trainer
@@ -486,7 +486,7 @@ OWN = "multi_gpu='ddp', nproc=2, device='cpu',"
 
 @pytest.fixture
 def script(tmp_path, environment):
-    """Runs SCRIPT in a folder and a session of its own; returns the finished process.
+    """Runs SCRIPT in a folder and session of its own; returns the finished process.
 
     meanwhile: called with the process while it runs.
     """
@@ -519,7 +519,7 @@ def flags_of_script(directory, task):
     ids=["torchrun", "its own"],
 )
 def test_fit_in_processes(start, num_told, script, command, tmp_path):
-    """Twice in the same script; like the command line, which finds what it did finished."""
+    """Both calls of fit in one script train like the command line, which then finds their runs finished."""
     done = script(**start)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("returned finished") == 2 * num_told
@@ -548,7 +548,7 @@ def test_a_script_without_a_guard_is_refused(script, tmp_path):
 
 @pytest.mark.slow
 def test_an_interrupt_stops_all_processes_cleanly(script, tmp_path):
-    """As the server of a notebook sends it: to the process that called `fit`, and to all of its group."""
+    """A notebook's server sends SIGINT to the process that called `fit` and to its whole group."""
 
     def interrupt_group(process):
         deadline = time.monotonic() + 60
@@ -564,7 +564,7 @@ def test_an_interrupt_stops_all_processes_cleanly(script, tmp_path):
 
 
 def test_killed_processes_are_not_reported_as_stopped(monkeypatch, tmp_path):
-    """Although the start before them was."""
+    """state.json still holds the outcome of an earlier start when the processes are killed."""
     (tmp_path / "state.json").write_text('{"state": "preempted"}')
     again = {"save_dir": tmp_path, "multi_gpu": "ddp", "nproc": 2, "device": "cpu"}
     monkeypatch.setattr("trainer.api.start_processes", lambda *_: 128 + signal.SIGKILL)

@@ -59,7 +59,7 @@ def test_every_type_is_read():
 
 @dataclass
 class Odd(FlagGroup):
-    """Flags whose defaults are refused when a run that recorded them is read."""
+    """Flags with invalid defaults."""
 
     limit: float = flag(float("inf"), "none by default")
     share: float = flag(-1.0, "out of its range", at_least=0)

@@ -1,4 +1,4 @@
-"""On a real GPU: the parts of benchmarks/gpu.py that are right or wrong."""
+"""Runs the parts of benchmarks/gpu.py that check results, on a real GPU."""
 
 import subprocess
 import sys

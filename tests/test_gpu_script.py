@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py, as far as it runs without a GPU."""
+"""Tests benchmarks/gpu.py on the CPU."""
 
 import importlib
 import json
@@ -26,7 +26,7 @@ def setting(tmp_path, cache_dir, signals_restored):
 
 
 def found_by(measure, setting):
-    """What a part tells, by name."""
+    """Returns what a part reports, by name."""
     setting.folder.mkdir()
     found = []
     measure(setting, Report(found.append))
@@ -95,13 +95,13 @@ def test_a_benchmark_part_continues_after_an_exception(setting):
     assert found["second"]["holds"]
 
 
-# --- the process that starts them --------------------------------------------------------------------------------
+# --- the process that starts the parts ---------------------------------------------------------------------------
 
 TELL = "import json, sys, time; print(json.dumps({'name': 'x', 'value': 3, 'holds': %s}), flush=True); "
 
 
 def outcome(tmp_path, limit_s, all_s=60.0, **programs):
-    """The parts of the JSON file, and the exit status, where parts are these programs of Python."""
+    """Runs Python programs as parts; returns the parts of the JSON file, and the exit status."""
     commands = {name: [sys.executable, "-c", program] for name, program in programs.items()}
     results = Results(tmp_path / "gpu.json")
     run_parts(commands, dict.fromkeys(commands, limit_s), all_s, tmp_path / "logs", results)
@@ -146,7 +146,7 @@ def test_no_benchmark_part_starts_without_time_or_machine(tmp_path):
 
 
 def test_figures_are_written_before_the_part_ends(tmp_path):
-    """As they are when the script is cut short."""
+    """A script that is cut short keeps the figures found so far."""
     look = "time.sleep(.5); print(json.dumps({'name': 'seen', 'value': open(sys.argv[-1] + '/../../gpu.json').read()}))"
     results = tmp_path / "gpu.json"
     program = (TELL % True) + look.replace("sys.argv[-1] + '/../../gpu.json'", repr(str(results)))

@@ -1,4 +1,4 @@
-"""Imports run one way, and what belongs to one room stays in it. Read from the source with `ast`; nothing is run."""
+"""Checks with `ast` which room (a package, or a file of trainer/) may import which, and which library it may use."""
 
 import ast
 import sys
@@ -18,7 +18,7 @@ SCRIPTS = ("main", "main_multi_gpu", "profiler")
 CLASSIFIER = "tasks.tabular_classifier"
 FILES_OF_TRAINER = {"__init__.py", "task.py", "script.py", "config.py", "flags.py", "registry.py", "cli.py", "api.py"}
 
-# --- the rooms, and what each may import beside itself: whole rooms, or single modules ----------------------------
+# --- rooms, and the rooms or modules that each may import ---------------------------------------------------------
 
 CONTRACT = {"trainer.task", "trainer.config", "trainer.loading", "trainer.common"}
 BELOW_THE_LOOP = CONTRACT | {
@@ -53,7 +53,7 @@ ARROWS = {
     "main": {"tasks", "trainer.cli", "trainer.failure.signals"},
     "main_multi_gpu": {"tasks", "trainer.cli", "trainer.failure.signals"},
     "profiler": {"tasks", "trainer.profiling"},
-    # trainer/__init__.py, with what a task of one's own needs, and what uses it
+    # trainer/__init__.py exports what a user's task needs; examples and lockstep import it.
     "trainer": CONTRACT | {"trainer.logs.logger", "trainer.api", "trainer.parallel.rows"},
     "examples": {"lockstep", "trainer", "models"},
     "lockstep": {
@@ -67,7 +67,7 @@ ARROWS = {
     },
 }
 
-# --- who may use which library -----------------------------------------------------------------------------------
+# --- libraries of each room --------------------------------------------------------------------------------------
 
 THIRD_PARTIES = {"torch", "numpy", "tqdm", "tensorboard", "PIL"}
 HOMES = {
@@ -84,7 +84,7 @@ HOME_OF_RANK_VARIABLES = "trainer.parallel"
 
 @dataclass(frozen=True)
 class Found:
-    """Something at a line of a module. name: a dotted name, or the text of a string."""
+    """Dotted name, or text of a string, at a line of a module."""
 
     module: str
     path: Path
@@ -101,7 +101,7 @@ class Found:
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module that runs outside the tests, by its dotted name."""
+    """Returns every module that runs outside the tests, by its dotted name."""
     paths = [path for folder in (*PACKAGES, "lockstep", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
     paths += [ROOT / f"{script}.py" for script in SCRIPTS]
     return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
@@ -110,7 +110,7 @@ def modules() -> dict[str, Path]:
 def room_of(module: str) -> str:
     """trainer.loop.train -> trainer.loop; data.har.windows -> data"""
     if module == CLASSIFIER:
-        return CLASSIFIER  # a user of trainer.fit
+        return CLASSIFIER  # it calls trainer.fit
     parts = module.split(".")
     return ".".join(parts[:2]) if parts[0] == "trainer" else parts[0]
 
@@ -122,9 +122,9 @@ def tree_of(path: Path) -> ast.Module:
 
 @cache
 def imports_of(module: str) -> tuple[Found, ...]:
-    """Every import of a module, under the name of the module that is imported.
+    """Returns every import of a module, under the name of the imported module.
 
-    Also those inside functions, and modules that are named by a string, to be imported later.
+    Imports inside functions count, and so do modules that are named by a string, to be imported later.
     """
     path = modules()[module]
     found = []
@@ -151,7 +151,7 @@ def project_imports(module: str) -> list[Found]:
 
 
 def reached_from(module: str) -> dict[str, str]:
-    """Every project module that importing this one brings in -> the way to it, for the message."""
+    """Returns every project module that importing this one brings in, and the way to it, for the message."""
     ways = {module: module}
     queue = [module]
     while queue:
@@ -164,7 +164,7 @@ def reached_from(module: str) -> dict[str, str]:
 
 
 def used_names(path: Path) -> Iterator[tuple[int, str]]:
-    """Every dotted name of a file that starts at an import, such as torch.distributed.all_reduce, with its line."""
+    """Yields every dotted name that starts at an import, such as torch.distributed.all_reduce, with its line."""
     aliases = {}
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
@@ -195,7 +195,7 @@ def report(offenders: Iterable[Found]) -> str:
 
 
 def test_every_module_belongs_to_a_room():
-    """A package of trainer/, or one of its few files; and the table knows no other."""
+    """Each module is in a package of trainer/ or one of its few files, and ARROWS lists no other room."""
     astray = {path.name for path in (ROOT / "trainer").glob("*.py")} ^ FILES_OF_TRAINER
     assert not astray, f"trainer/ holds {', '.join(sorted(FILES_OF_TRAINER))} and packages: {astray}"
     without = [folder for folder in (ROOT / "trainer").iterdir() if folder.is_dir() and not is_package(folder)]
@@ -209,7 +209,7 @@ def is_package(folder: Path) -> bool:
 
 def test_no_import_cycle_of_rooms():
     rooms = {room: {room_of(name) for name in allowed} for room, allowed in ARROWS.items()}
-    TopologicalSorter(rooms).prepare()  # raises CycleError, which names it
+    TopologicalSorter(rooms).prepare()  # raises CycleError, which names the cycle
 
 
 def may_import(module: str, name: str) -> bool:
@@ -323,7 +323,7 @@ def test_a_library_is_imported_only_in_its_rooms(library):
 PRIVATE_NAMES = "trainer.common.torch_private"
 PRIVATE_OF_OTHERS = {"_asdict", "_exit", "_fields", "_format_action_invocation", "_make", "_on_queue_feeder_error"}
 PRIVATE_OF_OTHERS |= {"_option_string_actions", "_replace", "_run_exitfuncs"}
-"""What the standard library does not promise to keep."""
+"""Private names of the standard library that the project uses."""
 
 
 def is_private(name: str) -> bool:
@@ -331,7 +331,7 @@ def is_private(name: str) -> bool:
 
 
 def private_names_of_torch(path: Path, known: set[str]) -> Iterator[tuple[int, str]]:
-    """Dotted names of torch with a private part, attributes that only torch can have, methods in place of torch's.
+    """Yields private names of torch: dotted names, attributes that only torch can have, and overridden methods.
 
     known: private names that the project defines.
     """
@@ -354,7 +354,7 @@ def is_own(owner: ast.AST) -> bool:
 
 
 def defined_names(tree: ast.Module) -> set[str]:
-    """Functions, annotated names, and attributes of `self` that are assigned."""
+    """Returns the names of all functions, and of all attributes that are assigned to."""
     nodes = list(ast.walk(tree))
     assigned = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
     return assigned | {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
@@ -389,7 +389,7 @@ def test_private_names_are_detected(tmp_path):
 
 
 def test_weights_are_loaded_in_one_place():
-    """States of optimizers, the scaler and streams, and a part of a fresh model from `initialise`, are other things."""
+    """Other callers of `load_state_dict` load states of optimizers or streams, or initialise a part of a new model."""
     strategy = {"trainer.parallel.strategy", "trainer.parallel.ddp", "trainer.parallel.optimizer_states"}
     homes = {
         "load_state_dict": {*strategy, "trainer.loop.checkpointing", "trainer.loading.streams", "tasks.har_objective"},

@@ -1,6 +1,6 @@
-"""What `pip install .` brings: one package, beside any project, with the same runs as a clone.
+"""Tests the installed package: it works beside any project, and its runs equal a clone's.
 
-LOCKSTEP_INSTALLED names a folder that a wheel was installed to, as .ci/run does; without it the package is built.
+LOCKSTEP_INSTALLED, which .ci/run sets, names a folder with an installed wheel; without it the package is built.
 """
 
 import ast
@@ -44,7 +44,7 @@ assert trainer.fit() == "mine"
     + POINTS
     + SIDES,
 }
-"""Of a user: folders and a file with the names of the clone's packages, which the task imports."""
+"""A user's project with folders and a file named like the clone's packages, which its task imports."""
 TABLE = """
 from lockstep import TabularClassifier
 
@@ -131,7 +131,7 @@ def test_an_import_that_cannot_be_rewritten_is_refused():
 
 
 def test_a_project_with_folders_of_the_same_names_is_trained(run, tmp_path):
-    """Alone, and then on two processes under torchrun; its folders have the names of the clone's packages."""
+    """The run starts on one process, and resumes on two under torchrun."""
     flags = ("--task", "sides.py:Sides", "--device", "cpu", "--save-dir", "run")
     run("-m", "lockstep", *flags, "--epochs", 1, "--num-workers", 1)
     torchrun = ("-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={free_port()}", "-m", "lockstep")
@@ -178,9 +178,9 @@ CHOSEN = (
     "tests/checkpoint/test_earlier_versions.py",
     "tests/commands/test_predict.py::test_the_written_table_equals_the_models_predictions",
 )
-"""Tests that the installed package must pass too: runs stop, resume, come from earlier versions, and predict."""
+"""Tests that the installed package must pass too."""
 IN_OTHER_FORM = "saved_by_the_clock or pauses_at_its_time_limit or does_not_use_up or a_kill_does_not"
-"""Words in the names of tests to skip, whose helpers name a module of the trainer in a string."""
+"""Parts of the names of tests to skip: their helpers name a module of the trainer in a string."""
 
 
 @pytest.mark.slow

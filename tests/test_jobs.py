@@ -1,6 +1,6 @@
-"""Jobs as people write them learn what their own loops learn: on 1 and 2 processes, in micro-batches, and resumed.
+"""Common training jobs equal a bare loop, on 1 and 2 processes, in micro-batches, and when resumed.
 
-Each without a trick. SimCLR, CLIP and other losses of all rows: tests/loop/test_joint.py.
+tests/loop/test_joint.py tests SimCLR, CLIP and other losses of all rows.
 """
 
 import functools
@@ -14,11 +14,11 @@ from tests.helpers.weights import difference
 
 FILE = ROOT / "tests" / "helpers" / "jobs.py"
 NUM_STEPS, STOPPED_AT = 10, 6
-"""Four steps make an epoch of most jobs, the last one of two samples."""
+"""An epoch of most jobs has four steps, the last one of two samples."""
 
 
 def run_all(environment, folder):
-    """What each process of a world does: every job, and it again from the middle of its second epoch."""
+    """Runs every job in one process of a world, and resumes each from the middle of its second epoch."""
     for name in JOBS:
         if run_once(environment, name, folder / name):
             return 1
@@ -30,7 +30,7 @@ def run_all(environment, folder):
 
 
 def run_once(environment, name, place):
-    size = GLOBAL_BATCH // 2 - (environment.world_size == 2)  # two micro-batches, also of a process
+    size = GLOBAL_BATCH // 2 - (environment.world_size == 2)  # two micro-batches in each process
     argv = [
         "--task", f"{FILE}:{name}", "--max-steps", NUM_STEPS, "--global-batch-size", GLOBAL_BATCH, "--batch-size", size,
         "--device", "cpu", "--num-threads", 1, "--save-every-steps", STOPPED_AT, "--keep-checkpoints", 0,
@@ -40,7 +40,7 @@ def run_once(environment, name, place):
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """Trains all jobs in a world of so many processes, once: the folder of their runs."""
+    """Trains all jobs on a number of processes, once; returns the folder of their runs."""
 
     @functools.cache
     def of_size(world_size):

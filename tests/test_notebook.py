@@ -1,4 +1,4 @@
-"""A task's class in a cell, trained in a real Jupyter kernel. Skips where none is installed."""
+"""Trains a task defined in a cell, in a real Jupyter kernel. Skipped where none is installed."""
 
 import pytest
 
@@ -53,13 +53,13 @@ def text_of(outputs, stream):
 
 
 def test_a_notebook_trains_and_loads(notebook):
-    """Interrupted in its second epoch, it saves, and the same cell again goes on."""
+    """SIGINT in the second epoch saves the run, and executing the same cell again resumes it."""
     _, first, second, load, several = notebook(DEFINE, FIT, FIT, LOAD, SEVERAL)
     assert text_of(first, "stdout").endswith("preempted []\n")
     assert "Resuming after optimizer step" in text_of(second, "stdout")
     names = ["test/accuracy", "test/loss", "test/num_samples"]
     assert text_of(second, "stdout").endswith(f"finished {names}\n")
-    # A widget where ipywidgets is installed, text otherwise.
+    # tqdm shows a widget where ipywidgets is installed, and text otherwise.
     bars = [str(output.get("data", "")) for output in first] + [text_of(first, "stderr")]
     assert any("epoch 1/2:" in bar for bar in bars)
     assert text_of(load, "stdout") == "Network False Network\n"

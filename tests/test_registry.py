@@ -1,4 +1,4 @@
-"""Workloads by name: those that a program hands in, and those of a script, which hands in none."""
+"""Tests how tasks are found by name, in programs that register their own and in scripts that register none."""
 
 import subprocess
 import sys
@@ -42,7 +42,7 @@ except trainer.UserError as error:
 
 @pytest.fixture
 def outside(environment, tmp_path):
-    """Runs a script that lies in a user's folder, from there; returns its output."""
+    """Runs a script in a user's folder; returns its output."""
 
     def run(text, *args):
         (tmp_path / "script.py").write_text(text)
@@ -63,7 +63,7 @@ def outside(environment, tmp_path):
 
 @pytest.mark.parametrize("more", [(), pytest.param(("--multi-gpu", "ddp", "--nproc", 2), marks=pytest.mark.slow)])
 def test_a_program_has_the_workloads_that_it_registers(more, outside, tmp_path):
-    """The first is the default, and names the folder of its runs; processes that are started have them too."""
+    """The first registered task is the default and names the folder of its runs, also in started processes."""
     (tmp_path / "workloads_of_a_program.py").write_text(WORKLOADS)
     outside(PROGRAM, *more, "--epochs", 1, "--device", "cpu")
     assert (tmp_path / "checkpoints" / "line" / "results.json").exists()

@@ -1,4 +1,4 @@
-"""A model, data and a loss in one call: it learns what a bare loop learns, and takes no mean for a sum."""
+"""`trainer.fit(model, train, loss)` equals a bare loop, and refuses what it cannot train."""
 
 import json
 import re
@@ -39,8 +39,6 @@ EXACT = {"device": "cpu", "dtype": "float64", "num_threads": 1, "schedule": "con
 
 
 class Pairs(Dataset):
-    """Items one by one."""
-
     def __len__(self):
         return len(TRAIN)
 
@@ -49,8 +47,6 @@ class Pairs(Dataset):
 
 
 class Noisy(Pairs):
-    """Items with noise from a given source."""
-
     def __init__(self, noise):
         self.noise = noise
 
@@ -85,7 +81,7 @@ def fit(tmp_path, train=TRAIN, loss=nll, model=None, **settings):
 
 
 def bare_loop(make_optimizer, num_steps=6, batch_size=8):
-    """Weights after some steps of a loop written by hand, on the batches that the trainer has."""
+    """Returns the weights after some steps of a loop written by hand, on the batches that the trainer takes."""
     model = net()
     optimizer = make_optimizer(model.parameters())
     orders = (EpochOrder(0, epoch, 0, len(TRAIN)) for epoch in range(num_steps))
@@ -99,7 +95,7 @@ def bare_loop(make_optimizer, num_steps=6, batch_size=8):
     return model.state_dict()
 
 
-# --- what is learnt ----------------------------------------------------------------------------------------------
+# --- training ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -132,7 +128,7 @@ def test_the_model_is_copied(tmp_path):
 
 
 def test_scores_come_from_the_best_epoch_and_nothing_is_scored_twice(tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "check_sums", lambda *arguments, **more: [])  # whose forwards would be counted
+    monkeypatch.setattr(build, "check_sums", lambda *arguments, **more: [])  # its forward passes would be counted
     forwards = []
 
     def counted(model, batch):
@@ -272,7 +268,7 @@ def test_a_few_samples_identify_the_data():
     assert digest(TRAIN) != digest(TensorDataset(X[:40] + 1, Y[:40])) != digest(Subset(TRAIN, range(39, -1, -1)))
     drawn = Noisy(lambda: torch.randn(4))
     assert digest(drawn) == digest(drawn) != digest(drawn, seed=1)
-    assert digest(Noisy(np.random.default_rng(0).random)) is None  # another noise for every reading
+    assert digest(Noisy(np.random.default_rng(0).random)) is None  # each reading draws other noise
 
 
 def test_a_resume_with_other_data_warns(tmp_path, capsys):
@@ -300,7 +296,7 @@ def test_a_finished_run_returns_no_results_of_other_data(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_losses_are_added_in_float32(dtype, tmp_path):
-    """Their sum is above the largest float16, and bfloat16 rounds it to a multiple of 512."""
+    """The sum of these losses is above the largest float16, and bfloat16 rounds it to a multiple of 512."""
 
     def large(model, batch):
         return (nll(model, batch) * 0 + 2001).to(dtype)

@@ -1,4 +1,4 @@
-"""What a run imports: nothing that takes long and is of no use to it."""
+"""A run imports no slow module that it does not use."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ for run in sys.argv[1].split(","):
 
 
 def test_a_run_imports_neither_a_compiler_nor_algebra(environment, tmp_path):
-    """To its end, with saves and all; each would take longer than all else between `import torch` and a step."""
+    """Importing a compiler or sympy takes longer than everything else between `import torch` and the first step."""
     small = f"--task {WEIGHTED} --optimizer"
     data = small_seqrec.write_interactions(tmp_path / "data")
     runs = [
@@ -64,5 +64,5 @@ assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
 
 @pytest.mark.slow
 def test_importing_the_compiler_while_wrapping_a_model_works(environment):
-    """As by another thread. And what stands for it has the default of torch."""
+    """Another thread may import the compiler meanwhile. The module that stands for it has torch's default settings."""
     subprocess.run([sys.executable, "-c", IMPORTED_MEANWHILE], cwd=ROOT, env=environment, check=True, timeout=180)

@@ -1,4 +1,4 @@
-"""What a task may state about its run: defaults, headline metrics, settings of the optimizer; and when it is scored."""
+"""Tests what a task may set for its run (defaults, headline metrics, parameter groups), and when it is evaluated."""
 
 import json
 import textwrap
@@ -26,8 +26,6 @@ BETAS = (0.8, 0.97)
 
 
 class Stating(Weighted):
-    """The task for tests, with something to say for itself."""
-
     defaults: ClassVar = {
         "lr": 0.02, "batch_size": 16, "epochs": 5, "warmup_epochs": 1, "global_batch_size": 48, "amp": "bf16",
     }  # fmt: skip
@@ -58,7 +56,7 @@ def read(*argv, several_devices=False):
 def test_the_command_line_overrides_defaults_of_a_task(stating):
     flags = read("--epochs", "7")
     assert (flags.learning.lr, flags.batch.batch_size, flags.run.epochs) == (0.02, 16, 7)
-    assert flags.learning.weight_decay == 0.01  # not stated
+    assert flags.learning.weight_decay == 0.01  # the default of the flag
     assert flags.values()["--lr"] == 0.02
     other, _ = parse([], several_devices=False)
     assert (other.learning.lr, other.batch.batch_size, other.run.epochs) == (1e-3, 32, 12)
@@ -159,7 +157,7 @@ def sizes_of_forwards(run):
 
 def test_metrics_do_not_depend_on_the_evaluation_batch_size():
     expected = None
-    for size in (1, 5, 17, 100):  # of 17 samples
+    for size in (1, 5, 17, 100):  # the validation set has 17 samples
         run = assembled(SingleDevice(CPU), "--batch-size", "3", "--eval-batch-size", str(size))
         sizes = sizes_of_forwards(run)
         metrics = metrics_of(run.task, run.group, {"val": evaluate(run, "val")})
@@ -169,7 +167,7 @@ def test_metrics_do_not_depend_on_the_evaluation_batch_size():
 
 
 def test_the_evaluation_batch_size_defaults_to_training():
-    """Even where training takes less at once, to make up a small global batch."""
+    """Training uses smaller batches here, because the global batch is smaller than the batch size."""
     run = assembled(SingleDevice(CPU), "--batch-size", "8", "--global-batch-size", "2")
     sizes = sizes_of_forwards(run)
     evaluate(run, "val")
@@ -192,7 +190,7 @@ def train(directory, *argv):
 
 
 def test_resumes_from_any_checkpoint_and_validates_at_the_same_epochs(stating, tmp_path, signals_restored):
-    """Three steps an epoch, a checkpoint every two: in mid-epoch, and after epochs with and without validation."""
+    """Three steps an epoch and a save every two give checkpoints in mid-epoch and at all kinds of ends of epochs."""
     argv = ["--eval-every", "2", "--save-every-steps", "2", "--keep-checkpoints", "0", "--log-interval", "2"]
     whole = tmp_path / "whole"
     train(whole, *argv)
@@ -224,7 +222,7 @@ def test_settings_of_a_parameter_group_reach_the_optimizer_and_survive_a_resume(
 
 @pytest.mark.parametrize(("eval_every", "last"), [(1, 4), (2, 8), (4, 9)])
 def test_patience_counts_evaluations(eval_every, last, stating, tmp_path, signals_restored):
-    """A learning rate of almost nothing: the first validation is the best for ever."""
+    """With a learning rate near zero, the first validation remains the best."""
     argv = ["--lr", "1e-30", "--epochs", "9", "--eval-every", str(eval_every), "--early-stopping-patience", "3"]
     train(tmp_path, *argv)
     results = json.loads((tmp_path / "results.json").read_text())
