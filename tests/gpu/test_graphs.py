@@ -200,13 +200,13 @@ def test_a_rank_that_alone_runs_eagerly_is_named(tmp_path, cache_dir):
 
 
 def lack_memory_in(name, after=Packed.after):
-    """Makes the fourth "evaluation", "step" or "update" replay run out of memory, except on rank 0 of several."""
+    """Makes the second "evaluation", "step" or "update" replay run out of memory, except on rank 0 of several."""
     replayed = []
 
     def lacking(self, replay):
         replayed.append("update" if "applied" in self._shapes else "step" if torch.is_grad_enabled() else "evaluation")
         on_rank_0 = dist.is_initialized() and dist.get_rank() == 0
-        if on_rank_0 or replayed.count(name) != 4 or replayed[-1] != name:
+        if on_rank_0 or replayed.count(name) != 2 or replayed[-1] != name:
             return after(self, replay)
         GPUS.limit_memory(GPUS.memory_in_use(1), 1)
         GPUS.limit_memory(GPUS.memory_in_use())

@@ -161,7 +161,7 @@ class GraphedLearner(Learner, Watch):
         self._recorder = Recorder(self.device)
         self._recordings: Recordings[Recording] = Recordings(MOST_GRAPHS)
         self._factor = torch.zeros((), dtype=torch.float64, device=self.device)
-        self._forwards = RecordedForwards(self.objective, self.strategy, self._recorder)
+        self._forwards = RecordedForwards(self.objective, self.strategy)
         self._held_in_evaluation: dict[str, Any] = {}
         self._records_evaluation = False
 
@@ -238,7 +238,7 @@ class GraphedLearner(Learner, Watch):
             gradients.begin()
         self.enter(phase)
         key = "forward and backward", phase, gradients.present, *signature(micro_batch.batch)
-        recording = self._recordings.used(key)
+        recording = self._recordings.get(key)
 
         def launch() -> Sums:
             gradients.attach()
@@ -365,7 +365,7 @@ class GraphedLearner(Learner, Watch):
         return outputs
 
     def _is_wanted(self, key: Key) -> bool:
-        """Returns whether to capture a graph for a signature; may empty PyTorch's cache and drop an older graph."""
+        """Returns whether to capture a graph for a signature; may empty PyTorch's cache."""
         if not self._recordings.is_wanted(key):
             return False
         if torch.cuda.mem_get_info(self.device)[0] < torch.cuda.memory_reserved(self.device):
@@ -374,7 +374,6 @@ class GraphedLearner(Learner, Watch):
         if self._recordings and free < LEAST_FREE * total:
             self._recordings.left_out.add(key)
             return False
-        self._recordings.make_place()
         return True
 
     def _timed(self, function: Callable[[], Sums]) -> tuple[Sums, float]:
@@ -394,11 +393,13 @@ class GraphedLearner(Learner, Watch):
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
     def begin_evaluation(self) -> None:
+        """Drops all graphs if a model tensor or attribute was replaced since the last evaluation; this one is eager."""
         held = outline(self.objective)
-        if held != self._held_in_evaluation:
+        is_same = held == self._held_in_evaluation
+        if not is_same:
             self._forwards.clear()
         self._held_in_evaluation = held
-        self._records_evaluation = self._obstacle_of_forwards() is None
+        self._records_evaluation = is_same and self._obstacle_of_forwards() is None
 
     def evaluate(self, net: nn.Module, strategy: Strategy, batch: Batch) -> Outputs:
         outputs = self._attempt(lambda: self._evaluated(net, batch)) if self._records_evaluation else None
@@ -422,7 +423,7 @@ class GraphedLearner(Learner, Watch):
         if self.strategy.num_parts or self.strategy.group.world_size > 1:
             gradients.collect()
         key = "update", phase, gradients.present
-        recording = self._recordings.used(key)
+        recording = self._recordings.get(key)
         if (
             recording is None
             and any(gradients.present)

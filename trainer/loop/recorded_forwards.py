@@ -44,8 +44,9 @@ class RecordedForwards:
     problem: why a capture failed, or None; after a failure, all forwards run eagerly.
     """
 
-    def __init__(self, objective: Objective, strategy: Strategy, recorder: Recorder) -> None:
-        self._objective, self._strategy, self._recorder = objective, strategy, recorder
+    def __init__(self, objective: Objective, strategy: Strategy) -> None:
+        self._objective, self._strategy = objective, strategy
+        self._recorder = Recorder(strategy.device)  # not the one of training, whose graphs are dropped separately
         self._recordings: Recordings[RecordedForward] = Recordings(MOST_FORWARDS)
         self.problem: str | None = None
 
@@ -55,14 +56,14 @@ class RecordedForwards:
     def __call__(self, net: nn.Module, batch: Batch, account_of: Callable[[Exception], str]) -> Outputs:
         """Runs a forward; `batch` is in host memory. account_of: explains the exception of a failed capture."""
         key = signature(batch)
-        recording = self._recordings.used(key)
+        recording = self._recordings.get(key)
         if recording is not None:
             return _replayed(recording, batch)
         if self.problem is not None or not self._recordings.is_wanted(key):
             return net(self._strategy.to_device(batch))
-        self._recordings.make_place()
         try:
-            recording = self._recorded(net, batch)
+            with self._recorder.launching():
+                recording = self._recorded(net, batch)
         except Exception as error:  # a user's forward may raise anything during capture
             self.problem = account_of(error)
             self.clear()

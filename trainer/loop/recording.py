@@ -2,7 +2,6 @@
 
 import gc
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -31,7 +30,10 @@ class CannotBeRecorded(RuntimeError):
 
 
 class Recorder:
-    """Captures CUDA graphs, which share one memory pool: a replay may overwrite other graphs' results."""
+    """Captures CUDA graphs, which share one stream and one memory pool: a replay may overwrite other graphs' results.
+
+    All graphs of a recorder must be dropped together, because they also share cuBLAS workspaces (see `Recordings`).
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -190,10 +192,12 @@ def _without_collecting() -> Iterator[None]:
             gc.enable()
 
 
-class Recordings(OrderedDict[Any, R]):
-    """Maps input signatures to at most `most` graphs.
+class Recordings(dict[Any, R]):
+    """Maps input signatures to at most `most` graphs; further signatures run eagerly.
 
-    left_out: signatures for which no graph is captured, because memory was short or an earlier graph was dropped.
+    Only `clear` drops graphs, because freeing one graph also frees the cuBLAS workspace of the other graphs of its
+    stream (https://github.com/pytorch/pytorch/issues/193402). left_out: signatures for which no graph is captured,
+    because memory was short.
     """
 
     def __init__(self, most: int) -> None:
@@ -202,22 +206,11 @@ class Recordings(OrderedDict[Any, R]):
         self._seen: set[Any] = set()
         self.left_out: set[Any] = set()
 
-    def used(self, key: Any) -> R | None:
-        """Returns the graph of a signature and marks it as recently used, or returns None."""
-        if key in self:
-            self.move_to_end(key)
-        return self.get(key)
-
     def is_wanted(self, key: Any) -> bool:
         """Returns whether to capture a graph for a signature; False at the first occurrence, which loads kernels."""
         is_new = key not in self._seen
         self._seen.add(key)
-        return not is_new and key not in self.left_out
-
-    def make_place(self) -> None:
-        """Drops the least recently used graph if the maximum number of graphs is reached."""
-        if len(self) >= self._most:
-            self.left_out.add(self.popitem(last=False)[0])
+        return not is_new and key not in self.left_out and len(self) < self._most
 
 
 def signature(batch: Batch) -> tuple[Any, ...]:
