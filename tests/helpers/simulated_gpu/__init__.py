@@ -38,6 +38,8 @@ again on the same memory. As on a real GPU,
 - after a failed capture, torch's cache returns no memory to the GPU, and no capture can begin in the same pool, until
   `torch._C._cuda_endAllocateToPool` is called;
 - no capture can begin in a pool whose graphs have all been deleted;
+- a replay fails if a graph of the same stream has been freed since the capture, because freeing a graph also frees the
+  cuBLAS workspaces of its stream (https://github.com/pytorch/pytorch/issues/193402);
 - memory of a pool is in use while a graph or a tensor uses it, and a capture reuses memory that another capture freed.
 
 Unlike on a real GPU, a replay fails if memory that it needs has been freed since the capture, and all memory of a pool

@@ -60,6 +60,7 @@ class CUDAGraph:
     _num_pools = 0
     _allocating: set[Any] = set()  # pools of captures that are active or failed
     _num_of_pool: Counter[Any] = Counter()  # number of graphs in each pool; 0 if all were deleted
+    _num_freed: Counter[Any] = Counter()  # number of freed graphs of each stream
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._graph, self._captured = ctypes.c_void_p(), False
@@ -76,6 +77,9 @@ class CUDAGraph:
             raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
         self._num_of_pool[self._pool] += 1
         self._allocating.add(self._pool)
+        device = _library.simulated_device()
+        self._stream = device, _library.simulated_stream(device)
+        self._num_freed_before = self._num_freed[self._stream]
         mode = ctypes.c_char(capture_error_mode[0].encode())
         check(_library.simulated_begin(ctypes.c_int64(self._pool[1]), mode, ctypes.byref(self._graph)))
 
@@ -88,6 +92,8 @@ class CUDAGraph:
     def replay(self) -> None:
         if not self._captured:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+        if self._num_freed[self._stream] > self._num_freed_before:
+            raise RuntimeError("a graph of the same stream was freed, and with it the cuBLAS workspace of this graph")
         CUDAGraph.num_replays += 1
         check(_library.simulated_replay(self._graph))
 
@@ -95,6 +101,7 @@ class CUDAGraph:
         _library.simulated_delete(self._graph)
         if self._captured:
             self._num_of_pool[self._pool] -= 1
+            self._num_freed[self._stream] += 1
         self._graph, self._captured = ctypes.c_void_p(), False
 
     def pool(self) -> Any:
