@@ -2,7 +2,7 @@
 
 import torch
 
-from trainer.loop.recording import Packed, Recordings, difference
+from trainer.loop.recording import REPLAYS, Packed, Recordings, difference
 
 
 def test_a_signature_is_captured_at_its_second_occurrence_only():
@@ -28,14 +28,20 @@ def test_packed_tensors_are_unpacked_unchanged():
     assert all(copies[name].shape == value.shape and torch.equal(copies[name], value) for name, value in values.items())
 
 
-def test_only_differences_larger_than_between_replays_count():
-    value = {"x": torch.tensor([1.0, torch.nan, torch.inf])}
+def test_only_differences_larger_than_between_equal_runs_count():
+    value, nan = torch.tensor([1.0, -2.0]), torch.tensor([torch.nan, torch.inf])
 
-    def near(error):
-        return {"x": value["x"] + torch.tensor([error, 0.0, 0.0])}
+    def differs(found, replayed=None, launched=None, expected=value):
+        replays = iter([found if replayed is None else replayed, *[found] * REPLAYS])
+        again = {"a": expected if launched is None else launched}
+        return difference({"a": expected}, {"a": found}, lambda: {"a": next(replays)}, lambda: again, 1e-4) == "a"
 
-    assert difference(value, near(0.0), replayed=dict, rounding=0.0) is None
-    assert difference(value, near(1e-6), lambda: near(2e-6), rounding=1e-4) is None
-    assert difference(value, near(1e-6), lambda: near(1e-6), rounding=1e-4) == "x"
-    assert difference(value, near(1e-2), lambda: near(2e-2), rounding=1e-4) == "x"
-    assert difference(value, {}, replayed=dict, rounding=1.0) == "x"
+    assert not differs(value) and not differs(nan, expected=nan)
+    assert differs(value + 1e-6) and differs(value * 1.1)
+    assert not differs(value + 1e-6, replayed=value + 1.5e-6)
+    assert not differs(value + 1e-6, launched=value - 1e-6)
+    assert differs(value * 1.1, replayed=value * 1.2)  # larger than rounding, although replays differ
+    assert differs(torch.tensor([torch.nan, -2.0]), replayed=value + 1e-6)
+    assert not differs(value + 1e-6j, replayed=value + 2e-6j, expected=value + 0j)
+    assert differs(value + 1e-6j, expected=value + 0j)
+    assert difference({"a": value}, {}, dict, dict, 1.0) == "a"

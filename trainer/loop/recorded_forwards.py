@@ -94,7 +94,7 @@ class RecordedForwards:
         recording = RecordedForward(graph, inputs, results, frozenset(per_sample), reads)
         with self._strategy.keeping_generators():
             found = _tensors(_replayed(recording, batch))
-        name = difference(expected, found, lambda: expected, rounding=0.0)
+        name = difference(expected, found, lambda: found, lambda: expected, rounding=0.0)
         if name is not None:
             raise CannotBeRecorded(f"replays of a graph did not reproduce {name}")
         return recording

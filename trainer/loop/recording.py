@@ -17,7 +17,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 SUMMATIONS = 8
-"""Tolerance of a comparison, as a multiple of the difference between replays of the same graph."""
+"""Tolerance of a comparison, as a multiple of the largest difference between runs that should be equal."""
 REPLAYS = 8
 """Number of further replays that measure how much replays differ."""
 
@@ -254,25 +254,33 @@ def difference(
     expected: Mapping[str, Tensor],
     found: Mapping[str, Tensor],
     replayed: Callable[[], Mapping[str, Tensor]],
+    launched: Callable[[], Mapping[str, Tensor]],
     rounding: float,
 ) -> str | None:
     """Returns the name of a value that differs from the expected value beyond rounding, or None.
 
-    replayed: replays the graph and returns the values. The tolerance grows with the difference between replays, which
-    comes from nondeterministic sums. An outdated number that the capture stored is detected: it is equal in all replays
-    and does not raise the tolerance. rounding: maximum tolerance, relative to a tensor's largest absolute value.
+    replayed, launched: replay the graph or run eagerly from the same state again, and return the values. The tolerance
+    grows with the difference between replays and between eager runs, which comes from nondeterministic sums. An
+    outdated number that the capture stored does not raise the tolerance, because it is equal in all replays. rounding:
+    maximum tolerance, relative to a tensor's largest absolute value.
     """
     if expected.keys() != found.keys():
         return min(expected.keys() ^ found.keys())
     unequal = [name for name, value in expected.items() if not _is_same(value, found[name])]
     if not unequal:
         return None
-    others = [replayed() for _ in range(REPLAYS)]
-    for name in unequal:
-        value = expected[name]
-        size = _numbers(value).nan_to_num(0, 0, 0).abs().max()
-        noise = max(_largest_difference(found[name], other[name]) for other in others) * SUMMATIONS
-        if not _largest_difference(value, found[name]) <= torch.minimum(noise, rounding * size):
+    runs = [(found, replayed)] * REPLAYS
+    if not torch.are_deterministic_algorithms_enabled():
+        runs.append((expected, launched))
+    noise = {name: _largest_difference(expected[name], expected[name]) for name in unequal}
+    for usual, run in runs:
+        other = run()
+        noise = {
+            name: torch.maximum(most, _largest_difference(usual[name], other[name])) for name, most in noise.items()
+        }
+    for name, most in noise.items():
+        size = _numbers(expected[name]).nan_to_num(0, 0, 0).abs().max()
+        if not _largest_difference(expected[name], found[name]) <= torch.minimum(most * SUMMATIONS, rounding * size):
             return name
     return None
 
