@@ -77,3 +77,25 @@ def test_data_that_cannot_move_to_the_device_are_refused(name, message, tmp_path
 def test_movable_data_sets_move_beside_others(tmp_path, cache_dir):
     run(cache_dir, *WEIGHTED, "--task", f"{MOVABLE}:HalfMovable", "--epochs", 1, "--save-dir", tmp_path / "run")
     assert "Data on cuda:0: train, test, " in GPUS.printed()
+
+
+@on_simulated_gpus()
+def test_batches_on_the_gpu_begin_at_aligned_addresses():
+    """Otherwise kernels could sum in another order than for a batch from the host."""
+    import torch
+    from torch.utils.data import TensorDataset
+
+    from trainer.loading.on_device import DeviceLoader, moved
+    from trainer.loading.order import SampleKeys
+    from trainer.loading.torch_datasets import from_dataset
+
+    device = torch.device("cuda", 0)
+
+    def collate(samples, keys):
+        return {**samples, "index": torch.from_numpy(keys.index), "weight": torch.ones(len(keys.index))}
+
+    dataset = from_dataset(TensorDataset(torch.randn(9, 3), torch.arange(9)), seed=0, names=("x", "y"))
+    loader = DeviceLoader(moved([dataset], device), collate, device)
+    batches = list(loader(SampleKeys(torch.arange(i, i + 3).numpy(), epoch=0) for i in (0, 3, 6)))
+    assert [batch["y"].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert all(batch[name].data_ptr() % 16 == 0 for batch in batches for name in "xy")

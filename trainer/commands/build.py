@@ -228,7 +228,8 @@ def build_run(
         notes = initialise(run.learner, given, task.shipped_weights(), strategy)
         first_s = prepare_training(flags, task, run.learner, strategy, run.plan.orders, run.memory)
         if not (task.fitted or flags.blocks.compile or strategy.exchanges_in_forward):
-            notes = [*notes, *check_sums(task, run.learner, strategy, first_s=first_s)]
+            with run.learner.launching():
+                notes = [*notes, *check_sums(task, run.learner, strategy, first_s=first_s)]
     else:
         changes = Changes(state, run.facts, task)
         changes.refuse_another_run()

@@ -21,6 +21,8 @@ M = TypeVar("M", bound="Movable")
 
 MOST_TOGETHER, MOST_SAMPLES_TOGETHER = 32, 2**13
 """Maximum numbers of batches and of their samples that are made together, by the same kernel launches."""
+ALIGNMENT = 16
+"""Number of bytes at whose multiples a batch's tensors begin on a GPU; vectorised kernels read this many at once."""
 
 
 class Movable:
@@ -128,7 +130,7 @@ class DeviceLoader(BatchLoader):
                 sizes = [len(keys[i].index) for i in group]
                 parts = {name: tensor.split(sizes) for name, tensor in whole.items()}
                 for number, i in enumerate(group):
-                    drawn[i] = {name: split[number] for name, split in parts.items()}
+                    drawn[i] = {name: _aligned(split[number]) for name, split in parts.items()}
             batch = drawn.pop(position)
             if key.placeholder:
                 batch["weight"] = torch.zeros_like(batch["weight"])
@@ -173,3 +175,8 @@ class DeviceLoader(BatchLoader):
                 f"{known.tolist()[:5]} and {own.tolist()[:5]}); make them equal, or remove the method"
             )
         self._unchecked.discard(phase)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Copies a tensor on a GPU whose address would make kernels sum in another order than with a new tensor."""
+    return tensor.clone() if tensor.is_cuda and tensor.data_ptr() % ALIGNMENT else tensor
