@@ -26,7 +26,7 @@ OFF = ["--cuda-graphs", "off"]
 STEPS = 30
 BITS = [
     "--deterministic", "--max-steps", STEPS, "--batch-size", 8, "--eval-batch-size", 64, "--eval-every-steps", STEPS,
-    "--ema-decay", 0.9, "--no-test", "--log-interval", 1000,
+    "--ema-decay", 0.9, "--no-test", "--log-interval", 1000, "--num-workers", 0,
 ]  # fmt: skip
 SMALL = [
     "--task", f"{ROOT / 'benchmarks' / 'on_gpu' / 'gpu_tasks.py'}:LatePoisoned", "--poison", "input", "--num-train", 50,

@@ -3,6 +3,8 @@
 import gc
 import io
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
@@ -20,7 +22,7 @@ from trainer.config import refuse
 from trainer.loop.run import Run
 from trainer.parallel.devices import pick_device
 from trainer.parallel.strategy import SingleDevice
-from trainer.profiling.measure import opened
+from trainer.profiling.measure import MeasuredRun, opened
 
 ROOT = Path(__file__).resolve().parents[2]
 HELPERS = ROOT / "tests" / "helpers"
@@ -108,6 +110,25 @@ def opened_model(setting: Setting, *flags: object) -> Iterator[Run]:
         torch.cuda.empty_cache()
     with process_restored(), opened(parsed, argv, SingleDevice(pick_device(setting.device)), quiet=True) as run:
         yield run
+
+
+def measured_steps(setting: Setting, num_steps: int, num_settling_steps: int, *flags: object) -> dict[str, Any]:
+    """Returns the results of `MeasuredRun.measure` for a main.py command line.
+
+    Tables are prepared by worker processes, which start only before a process uses CUDA: such a command line runs in a
+    process of its own.
+    """
+    if "tabular" not in flags:
+        with opened_model(setting, *flags) as run:
+            return MeasuredRun(run).measure(num_steps, num_settling_steps)
+    path = setting.folder / "step.json"
+    where = ["--device", setting.device, *setting.threads, "--cache-dir", setting.folder.parent / CACHE]
+    steps = ["--steps", num_steps, "--settling-steps", num_settling_steps, "--json", path]
+    argv = list(map(str, [sys.executable, "profiler.py", "step", *flags, *where, *steps]))
+    print("measured:", *argv, flush=True)
+    subprocess.run(argv, cwd=ROOT, check=True)
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
 
 
 @dataclass

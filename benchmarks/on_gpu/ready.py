@@ -27,7 +27,7 @@ from trainer.profiling.phase_clock import replaced
 
 NUM_BATCHES, NUM_STEPS = 20, 60
 CLOSE, CLOSE_MS, CLOSE_TO_EARLIER = 1.10, 0.15, 1.05
-"""Maximum time of a step as a ratio to its reference or in additional ms, and of a replay as a ratio to EARLIER_MS."""
+"""Maximum times of a step and of a replay, as ratios to their references; CLOSE_MS more is accepted in any case."""
 EARLIER_MS = {
     "harnet": 1.25, "tinyhar": 3.5, "deepconvlstm": 9.8, "sasrec": 1.65, "tisasrec": 2.18, "tisasrec with mhc": 5.6,
     "kgat": 0.62, "kg-lightgcn": 0.32, "lightgcn": 0.25, "bprmf": 0.20, "plmu": 1.59, "plmu streaming": 1.57,
@@ -107,6 +107,7 @@ def bare_step(run: Run, window: Window) -> None:
     (learner.enter(phase)(batch, phase)["loss"] / window.weight).backward()
     nn.utils.clip_grad_norm_(learner.params[phase], 1.0)
     for optimizer in learner.optimizers[phase]:
+        vars(optimizer).pop("found_inf", None)  # set by the trainer's loop; it would add kernels
         optimizer.step()
         optimizer.zero_grad()
 
@@ -152,8 +153,9 @@ def speed(setting: Setting, report: Report, name: str) -> dict[str, float]:
         is_close = ms[way] <= max(CLOSE * ms[other], ms[other] + CLOSE_MS)
         judge(setting, report, f"{name}, {way} over {other}", is_close, round(ms[way] / ms[other], 3))
     if setting.is_gpu and "H100" in torch.cuda.get_device_name():
-        ratio = round(ms["its first replay"] / EARLIER_MS[name], 3)
-        judge(setting, report, f"{name}, replay over an earlier one", ratio <= CLOSE_TO_EARLIER, ratio)
+        own, earlier = ms["its first replay"], EARLIER_MS[name]
+        is_close = own <= max(CLOSE_TO_EARLIER * earlier, earlier + CLOSE_MS)
+        judge(setting, report, f"{name}, replay over an earlier one", is_close, round(own / earlier, 3))
     return ms
 
 

@@ -7,8 +7,7 @@ memory of tensors are reported, too.
 from functools import partial
 
 from benchmarks.on_gpu.models import BATCH_SIZES, MODELS, chosen
-from benchmarks.on_gpu.part import Report, Setting, opened_model
-from trainer.profiling.measure import MeasuredRun
+from benchmarks.on_gpu.part import Report, Setting, measured_steps
 from trainer.profiling.phase_clock import DATA
 
 PRECISIONS = {kind: ["--amp", kind, "--cuda-graphs", "off"] for kind in ("off", "bf16", "fp16")}
@@ -26,12 +25,11 @@ def measure(setting: Setting, report: Report) -> None:
 def of_model(setting: Setting, report: Report, name: str, kind: str, more: list[str]) -> None:
     batch_size = setting.pick(BATCH_SIZES[MODELS[name][1]], 4)
     settling = 60 if kind in WITH_GRAPHS else 10  # until most shapes have occurred twice
-    with opened_model(setting, *MODELS[name], "--batch-size", batch_size, *more) as run:
-        found = MeasuredRun(run).measure(*setting.pick((30, settling), (2, 1)))
-        cut_to = run.memory.limit.batch_size
+    steps = setting.pick((30, settling), (2, 1))
+    found = measured_steps(setting, *steps, *MODELS[name], "--batch-size", batch_size, *more)
     data = found["phases"][DATA]
     report.figure(f"{name}, {kind}", {
-        "batch size": cut_to or batch_size,
+        "batch size": found["global_batch_size"],
         "samples per second": round(found["samples_per_second"], 1),
         "step ms, median": round(found["step_ms_median"], 3),
         "waiting for data, ms": round(data["ms_mean"], 3),

@@ -11,12 +11,11 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.on_gpu import ready
 from benchmarks.on_gpu.models import chosen
-from benchmarks.on_gpu.part import CACHE, ROOT, Report, Setting, opened_model
-from trainer.profiling.measure import MeasuredRun
+from benchmarks.on_gpu.part import CACHE, ROOT, Report, Setting, measured_steps
 
 GRAPHS = ["--cuda-graphs", "on"]
 NOTHING = "import torch; torch.zeros(1, device='{device}'); import main, tasks"
@@ -100,14 +99,17 @@ def whole(setting: Setting, report: Report, name: str) -> None:
 def busy(setting: Setting, report: Report, name: str) -> float:
     """Returns the time of a step's graph replay divided by the time of a whole step in the trainer's loop."""
     ms = ready.speed(setting, report, name)
-    with opened_model(setting, *ready.model_flags(setting, name), *GRAPHS, "--amp", "off") as run:
-        step_ms = MeasuredRun(run).measure(*setting.pick((200, 60), (2, 1)))["step_ms_mean"]
-    share = round(ms["its replay"] / step_ms, 3)
+    found = with_graphs(setting, name, "off")
+    share = round(ms["its replay"] / found["step_ms_mean"], 3)
     report.figure(f"{name}, busy", share)
     return share
 
 
 def tables(setting: Setting, report: Report, amp: str, least: int) -> None:
-    with opened_model(setting, *ready.model_flags(setting, "nano"), *GRAPHS, "--amp", amp) as run:
-        found = MeasuredRun(run).measure(*setting.pick((200, 60), (2, 1)))["samples_per_second"]
+    found = with_graphs(setting, "nano", amp)["samples_per_second"]
     ready.judge(setting, report, f"nano, {amp}, tables a second", found >= least, round(found))
+
+
+def with_graphs(setting: Setting, name: str, amp: str) -> dict[str, Any]:
+    flags = [*ready.model_flags(setting, name), *GRAPHS, "--amp", amp]
+    return measured_steps(setting, *setting.pick((200, 60), (2, 1)), *flags)
