@@ -1,6 +1,6 @@
-"""The trainer stays small enough to be read: a budget for each room, and for the path of one training step.
+"""Limits the size of each folder of trainer/, of the tests and benchmarks, and of the code of one training step.
 
-Whoever needs more room makes some first, or says in the commit why a budget rises.
+A commit that raises a limit says why.
 """
 
 from tests.helpers import budget
@@ -16,15 +16,15 @@ LINES_AND_FILES = {
     "parallel": (3024, 14),
     "trainer": (2889, 8),
 }
-"""Of each room of trainer/ but profiling; "trainer" is the files in none."""
+"""Maximum lines and files of each folder of trainer/ except profiling; "trainer" stands for the files in no folder."""
 BENCHMARKS = 5117
 TESTS = 54155
 FUNCTIONS_WITH_RUN = {"commands": 4, "loop": 10}
 FILES_OF_STEP, FUNCTIONS_OF_STEP = 19, 58
-"""What one step of har enters on one process."""
+"""Maximum numbers of files and functions that a step of har enters in one process."""
 
 
-def test_rooms_stay_within_their_line_budgets():
+def test_folders_stay_within_their_limits():
     over = {
         room: found
         for room, found in budget.lines_and_files_of_rooms().items()

@@ -11,7 +11,7 @@ OPENINGS = re.compile(r"(?!What to )(What|Of|Those|That of|The same|Its|So|As of
 PHRASES = re.compile(r"\b(anew|so many|goes on with|what is left)\b")
 
 
-@pytest.mark.parametrize("folder", ["trainer", "tasks", "models", "data", "lockstep"])
+@pytest.mark.parametrize("folder", ["trainer", "tasks", "models", "data", "lockstep", "benchmarks", "tests"])
 def test_docstrings_make_sense_alone(folder):
     found = []
     for path in sources(ROOT / folder):

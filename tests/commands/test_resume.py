@@ -1,4 +1,4 @@
-"""The same command, other flags or another run's file resume a run, and a refusal changes nothing."""
+"""A run resumes by its command, with other flags, or from a file of another run; a refusal changes nothing."""
 
 import json
 import os

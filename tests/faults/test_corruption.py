@@ -193,7 +193,7 @@ def test_no_other_weights_are_scored_if_the_best_are_unreadable(num_failures, st
 
 
 def test_results_say_if_other_weights_than_the_best_were_scored(originals, run_in, monkeypatch):
-    """The same command scores the best weights once their file is intact again."""
+    """Repeating the command scores the best weights once their file is intact again."""
     finished, _ = originals
     before = results_of(finished)
     entries = json.loads((finished / "manifest.json").read_text())["checkpoints"]
