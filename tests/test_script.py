@@ -80,9 +80,9 @@ def fit(tmp_path, train=TRAIN, loss=nll, model=None, **settings):
     return trainer.fit(model or net(), train, loss, **settings)
 
 
-def bare_loop(make_optimizer, num_steps=6, batch_size=8):
+def bare_loop(make_optimizer, num_steps=6, batch_size=8, model=None):
     """Returns the weights after some steps of a loop written by hand, on the batches that the trainer takes."""
-    model = net()
+    model = model or net()
     optimizer = make_optimizer(model.parameters())
     orders = (EpochOrder(0, epoch, 0, len(TRAIN)) for epoch in range(num_steps))
     batches = (order.take(i, i + batch_size) for order in orders for i in range(0, len(TRAIN), batch_size))
@@ -125,6 +125,27 @@ def test_the_model_is_copied(tmp_path):
     _, run = fit(tmp_path, model=model)
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     assert not torch.equal(run.load()[0].weight, before["0.weight"])
+
+
+def test_gradient_hooks_of_parameters_are_called(tmp_path):
+    """Two rows and a layer keep their weights, and another gradient is changed after its accumulation."""
+
+    def clamp(parameter):
+        parameter.grad.clamp_(-0.01, 0.01)
+
+    def hooked():
+        model = net()
+        model[0].weight.register_hook(lambda gradient: gradient * (torch.arange(8) > 1)[:, None])
+        model[0].bias.register_post_accumulate_grad_hook(clamp)
+        model[2].weight.register_hook(lambda gradient: gradient)
+        model[2].weight.requires_grad_(False)
+        return model
+
+    _, run = fit(tmp_path, batch_size=8, max_grad_norm=0, optimizer=torch.optim.SGD, model=hooked())
+    expected = bare_loop(lambda parameters: torch.optim.SGD(parameters, lr=0.05), model=hooked())
+    for name, weight in run.load().state_dict().items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-14)
+    assert torch.equal(run.load()[0].weight[:2], net()[0].weight[:2])
 
 
 def test_scores_come_from_the_best_epoch_and_nothing_is_scored_twice(tmp_path, monkeypatch):

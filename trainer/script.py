@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from trainer.common.errors import UserError, shortened
+from trainer.common.torch_private import copy_hooks
 from trainer.config import FlagGroup, flag
 from trainer.loading.batches import Batch, KeyedDataset, gathered, of_dtype
 from trainer.loading.order import SampleKeys
@@ -87,7 +88,7 @@ class Script(Task):
         return self.job.remarks
 
     def build_objective(self) -> Objective:
-        return Rows(copy.deepcopy(self.job.model), self.job.loss)
+        return Rows(_copied(self.job.model), self.job.loss)
 
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
         groups = super().param_groups(objective, phase)
@@ -144,7 +145,7 @@ def task_of(model: nn.Module, train: Any, loss: Loss, settings: dict[str, Any]) 
             raise UserError(f"fit: {name} of the model has no shape before the first forward pass; call the model once")
     remarks = [_taken(name, source, settings) for name, source in sources.items() if isinstance(source, DataLoader)]
     try:
-        own = copy.deepcopy(model).cpu()
+        own = _copied(model).cpu()
     except Exception as error:  # a user's module may raise anything
         raise UserError(f"fit: cannot copy the model ({type(error).__name__}: {error}); pass a new model") from None
     if not all(parameter.is_leaf for parameter in own.parameters()):
@@ -157,6 +158,15 @@ def task_of(model: nn.Module, train: Any, loss: Loss, settings: dict[str, Any]) 
         settings["given_optimizer"] = _with_digest(build.func.__qualname__, _plain(build.keywords.items()))
     job = Job(own, loss, sources, names, collate, build, remarks)
     return type(SCRIPT, (Script,), {"job": job, "__module__": getattr(function, "__module__", "__main__")})
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Copies a model with the gradient hooks of its trained parameters, which `copy.deepcopy` drops."""
+    own = copy.deepcopy(model)
+    for parameter, twin in zip(model.parameters(), own.parameters(), strict=True):
+        if parameter.requires_grad:
+            copy_hooks(parameter, twin)
+    return own
 
 
 def _identity(given: Any) -> str:

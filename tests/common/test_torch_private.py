@@ -38,6 +38,7 @@ def test_writes_hooks_and_sparse_parts_of_tensors_are_found():
     sparse = torch.tensor([1.0, 2.0]).to_sparse()
     assert [part.shape[-1] for part in torch_private.sparse_parts(sparse)] == [2, 2]
     unknown = SimpleNamespace()  # as in a torch without the names
+    torch_private.copy_hooks(unknown, weight)
     assert not torch_private.has_hooks(unknown) and not torch_private.reads_found_inf(unknown)
 
 

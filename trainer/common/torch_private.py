@@ -65,6 +65,14 @@ def has_hooks(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
+def copy_hooks(parameter: Tensor, twin: Tensor) -> None:
+    """Registers a parameter's gradient hooks with its copy, too; falls back to copying none."""
+    for hook in (getattr(parameter, "_backward_hooks", None) or {}).values():
+        twin.register_hook(hook)
+    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+        twin.register_post_accumulate_grad_hook(hook)
+
+
 def hooked_module(module: nn.Module) -> str | None:
     """Returns the path of the first submodule with hooks ("" for `module` itself), or None; falls back to None."""
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
