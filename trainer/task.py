@@ -513,7 +513,8 @@ class Task(ABC):
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
         """Returns the parameters that a phase trains, in groups; the trainer skips parameters without `requires_grad`.
 
-        A group without "weight_decay" uses `--weight-decay`.
+        Called once, when a run starts or resumes, so the result must not depend on `at`. A group without "weight_decay"
+        uses `--weight-decay`.
 
         A group may set other options of its optimizer, such as "betas", and "lr_scale": a factor of at least 0 on the
         learning rate. A group must not set "lr", which the schedule computes. A resumed run uses the result of this
@@ -568,8 +569,9 @@ class Task(ABC):
         """Updates persistent buffers of the model before an epoch.
 
         Every process calls it, with gradients disabled and in the run's precision, and must compute the same buffers.
-        Not called when a run resumes within an epoch. objective: unwrapped, on this process's device. progress:
-        `progress(items, "label")` iterates over items with a progress bar.
+        Not called when a run resumes within an epoch, so it must not change which parameters require gradients.
+        objective: unwrapped, on this process's device. progress: `progress(items, "label")` iterates over items with a
+        progress bar.
         """
 
 

@@ -66,6 +66,15 @@ def test_graphs_train_bit_identically(settings, tmp_path, cache_dir):
     assert set(told()) <= {OWN_STEP, OWN_STEP.replace("ClampedObjective", "Following")}
 
 
+@on_simulated_gpus()
+def test_a_part_trains_after_epochs_in_which_the_forward_freezes_it(tmp_path, cache_dir):
+    """Python code that a graph does not repeat determines the first epoch that trains the part."""
+    learns_the_same(tmp_path, cache_dir, "--task", f"{HELPERS / 'tuned_task.py'}:Tuned", "--epochs", 5)
+    assert GPUS.num_replays > 3
+    (line,) = told()
+    assert "run without a graph: replays of a graph did not reproduce the gradient of model.trunk." in line
+
+
 @on_simulated_gpus(may_wait=True)
 def test_a_tasks_optimizer_runs_eagerly(tmp_path, cache_dir):
     """The optimizer makes the host wait. The second run detects this only when it captures the update."""

@@ -171,7 +171,7 @@ class ByEpoch(Network):
 
 
 class ChangingByEpoch(Shaped):
-    """Task that freezes a layer in epoch 1, and changes a buffer, the model and optimizer settings in every epoch."""
+    """Task that changes a buffer, the model and optimizer settings in every epoch."""
 
     def build(self):
         return ByEpoch()
@@ -181,7 +181,6 @@ class ChangingByEpoch(Shaped):
         return [self.optimizer]
 
     def on_epoch_start(self, objective, epoch, progress):
-        objective.model.first.requires_grad_(epoch != 1)
         objective.model.norm.running_mean = torch.full_like(objective.model.norm.running_mean, epoch / 3)
         objective.model.factors["all"][0] = 1 + epoch / 7
         for group in self.optimizer.param_groups:

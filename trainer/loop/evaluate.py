@@ -195,14 +195,23 @@ def example_pictures(
 def start_epoch(task: Task, learner: Learner, strategy: Strategy, epoch: int, log: RunLog | SilentLog) -> None:
     """Calls `Task.on_epoch_start` on every process. epoch: number of completed epochs.
 
-    Raises UserError if weights or buffers differ between processes afterwards.
+    Raises UserError if the method changes which parameters require gradients, or if weights or buffers then differ
+    between processes.
     """
     method = type(task).on_epoch_start
     if method is Task.on_epoch_start:
         return
     strategy.group.activity.enter("the start of the epoch")
     with torch.no_grad(), strategy.unsharded(learner.objective), learner.precision.autocast(strategy.device.type):
+        before = {p: p.requires_grad for p in learner.objective.parameters()}
         task.on_epoch_start(learner.objective, epoch, log.progress)
+        now = learner.objective.named_parameters()
+        changed = [name for name, p in now if p.requires_grad != before.get(p, p.requires_grad)]
+    if changed:
+        raise UserError(
+            f"{method.__qualname__} changes requires_grad of {changed[0]}, which a resumed run would not repeat; to "
+            "freeze a part for some epochs, disable gradients in its forward (docs/own_task.md, Fine-tuning)"
+        )
     if strategy.group.world_size == 1:
         return
     digests = strategy.group.gather(digest_of(learner.objective.state_dict().values()))
