@@ -182,8 +182,8 @@ class LearningFlags(FlagGroup):
         "none", "scale --lr; linear: by global batch / one device's batch; sqrt: by the square root of this ratio"
     )
     weight_decay: float = flag(
-        0.01, "weight decay; not applied to norm layers and biases; adamw and muon: decoupled; adam and sgd: added to "
-        "the gradient", common=True, at_least=0,
+        0.01, "weight decay; not applied to norm layers and biases, except in a task's own param_groups; adamw and "
+        "muon: decoupled; adam and sgd: added to the gradient", common=True, at_least=0,
     )  # fmt: skip
     betas: tuple[float, ...] | None = flag(
         None, "betas of adamw, adam and muon's AdamW part (default: 0.9 0.999)", needs=ADAM, at_least=0, below=1

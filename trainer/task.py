@@ -514,7 +514,7 @@ class Task(ABC):
         """Returns the parameters that a phase trains, in groups; the trainer skips parameters without `requires_grad`.
 
         Called once, when a run starts or resumes, so the result must not depend on `at`. A group without "weight_decay"
-        uses `--weight-decay`.
+        uses `--weight-decay` for all its parameters, biases and normalisation gains included.
 
         A group may set other options of its optimizer, such as "betas", and "lr_scale": a factor of at least 0 on the
         learning rate. A group must not set "lr", which the schedule computes. A resumed run uses the result of this

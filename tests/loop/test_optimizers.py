@@ -308,6 +308,16 @@ def test_without_weight_decay_sparse_embeddings_share_the_optimizer():
     assert [len(optimizer.param_groups[0]["params"]) for optimizer in optimizers] == [4, 1]
 
 
+def test_only_the_default_groups_exempt_vectors_from_weight_decay():
+    (by_default,), _ = built(Tokens, weight_decay=0.1)
+    (own_groups,), _ = built(with_groups(lambda model: [{"params": model.head.parameters()}]), weight_decay=0.1)
+    decays = [
+        {(p.dim() < 2, group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+        for optimizer in (by_default, own_groups)
+    ]
+    assert decays == [{(False, 0.1), (True, 0.0)}, {(False, 0.1), (True, 0.1)}]
+
+
 # --- steps -------------------------------------------------------------------------------------------------------
 
 
