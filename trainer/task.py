@@ -517,8 +517,9 @@ class Task(ABC):
         uses `--weight-decay` for all its parameters, biases and normalisation gains included.
 
         A group may set other options of its optimizer, such as "betas", and "lr_scale": a factor of at least 0 on the
-        learning rate. A group must not set "lr", which the schedule computes. A resumed run uses the result of this
-        method, not its checkpoint's settings. Parameters with sparse gradients must have weight decay 0.
+        learning rate. With 0 a group keeps its weights, but its gradients count in `--max-grad-norm`; to freeze
+        parameters, put them in no group. A group must not set "lr", which the schedule computes. A resumed run uses the
+        result of this method, not its checkpoint's settings. Parameters with sparse gradients must have weight decay 0.
 
         Default: parameters with fewer than two dimensions (biases, normalisation gains) have weight decay 0.
         """
