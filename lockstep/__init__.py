@@ -5,16 +5,20 @@ In a clone, this package imports the names from the neighbouring packages. When 
 
 from typing import TYPE_CHECKING, Any
 
-from trainer import __all__ as _of_trainer
-from trainer import __getattr__ as _of_name
-from trainer import __version__
+try:
+    from trainer import __all__, __version__
+    from trainer import __getattr__ as _of_name
+except (AttributeError, ImportError) as error:
+    raise ImportError(f"{error}; if a file of yours is named trainer.py, rename it: it hides a package") from None
 
 if TYPE_CHECKING:
-    from tasks.tabular_classifier import TabularClassifier
+    from tasks.tabular_classifier import TabularClassifier as TabularClassifier
     from trainer import *
-    from trainer.profiling.performance import PerformanceProfiler, compare_amp_performance
+    from trainer.profiling.performance import PerformanceProfiler as PerformanceProfiler
+    from trainer.profiling.performance import compare_amp_performance as compare_amp_performance
 
-__all__ = [*_of_trainer, "PerformanceProfiler", "TabularClassifier", "compare_amp_performance"]
+_NOT_STARRED = ["PerformanceProfiler", "TabularClassifier", "compare_amp_performance"]
+"""Names that `from lockstep import *` omits, because a user's modules `data` and `models` may hide what they need."""
 
 
 def __getattr__(name: str) -> Any:
@@ -30,4 +34,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted([*__all__, *_NOT_STARRED])

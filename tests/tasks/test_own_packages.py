@@ -81,6 +81,26 @@ def test_a_file_may_have_any_name(name, own_task, command, tmp_path):
     assert json.loads((tmp_path / "run" / "results.json").read_text())["weights"]["epoch"] == 2
 
 
+@pytest.mark.parametrize(("imported", "status"), [("*", 0), ("TabularClassifier", 2)])
+def test_a_module_beside_a_task_hides_only_what_the_task_names(imported, status, command, tmp_path):
+    """`import *` imports no package that the file hides; if a named class needs one, the message names the file."""
+    (tmp_path / "data.py").touch()
+    example = (ROOT / "examples" / "own_task.py").read_text()
+    (tmp_path / "spirals.py").write_text(f"from lockstep import {imported}\n{example}")
+    argv = ("--task", f"{tmp_path / 'spirals.py'}:Spirals", "--print-config")
+    done = command(ROOT / "main.py", *argv, status=status)
+    hint = f"; rename {tmp_path / 'data.py'}, which hides the package data\n"
+    assert done.stderr.endswith(hint if status else ""), done.stderr
+
+
+@pytest.mark.parametrize("text", ["", "import lockstep\n\nlockstep.fit()\n"])
+def test_a_file_that_hides_the_trainer_is_to_be_renamed(text, command, tmp_path):
+    (tmp_path / "trainer.py").write_text(text)
+    (tmp_path / "script.py").write_text("import lockstep\n")
+    done = command(tmp_path / "script.py", status=1, PYTHONPATH=str(ROOT))
+    assert "if a file of yours is named trainer.py, rename it" in done.stderr.splitlines()[-1]
+
+
 PARSE = """
 import sys
 

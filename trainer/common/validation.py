@@ -107,6 +107,9 @@ def _import_file(path: Path, given: str, comes_first: bool) -> ModuleType:
             return importlib.import_module(name)
         return sys.modules[name] if name in sys.modules else _execute(path, name)
     except (ImportError, SyntaxError, SystemExit) as error:
+        package, dot, _ = (getattr(error, "name", None) or "").partition(".")
+        if dot and (path.parent / f"{package}.py").is_file():
+            hint = f"; rename {path.parent / package}.py, which hides the package {package}"
         raise UserError(f"{given}: cannot import {path}: {type(error).__name__}: {error}{hint}") from None
 
 
