@@ -233,10 +233,15 @@ def _word_at(content: bytes, place: int, encoding: str) -> str:
 def _recognised(content: IO[bytes], where: str, left_out: LeftOut) -> str:
     """Detects a file's encoding, if necessary by reading the whole file; if it is cp1252, notes this in `left_out`.
 
-    UTF-16 begins with a byte order mark, or has zero bytes at more than 70 % of either the even or the odd positions. A
-    file that is not UTF-8 is read as cp1252 if at least one word looks Western European and no word looks otherwise.
+    UTF-16 and UTF-32 begin with a byte order mark; UTF-16 may instead have zero bytes at more than 70 % of either the
+    even or the odd positions. A file that is not UTF-8 is read as cp1252 if at least one word looks Western European
+    and no word looks otherwise. Raises UserError for zero bytes only.
     """
     chunk = content.read(_CHUNK)
+    if chunk.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "utf-32"
+    if chunk and not chunk.strip(b"\0"):
+        raise UserError(f"{where}: begins with {len(chunk):,} zero bytes; copy or download the file again")
     if chunk.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
     zeros = [chunk[start:_HEAD:2].count(0) / max(1, len(chunk[:_HEAD]) // 2) for start in (0, 1)]

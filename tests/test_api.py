@@ -212,7 +212,7 @@ def test_history_holds_the_records_in_order(tmp_path):
     run = trainer.fit(Weighted, save_dir=tmp_path, log_interval=1, **SETTINGS).run
     assert [record["event"] for record in run.history] == ["step"] * STEPS_PER_EPOCH + ["epoch", "result"]
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"event": "st')
+        file.write('{"a":' * 10**5 + '\n{"event": "st')
     assert len(run.history) == STEPS_PER_EPOCH + 2
     nothing = trainer.SavedRun(tmp_path / "none")
     assert (nothing.state, nothing.results, nothing.metrics, nothing.history) == (None, {}, {}, [])

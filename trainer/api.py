@@ -99,7 +99,7 @@ class SavedRun:
         """Records of metrics.jsonl in training order; the entry "event" of a record names its kind."""
         path, records = self.path / METRICS, []
         for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-            with suppress(ValueError):  # the last line may be half-written
+            with suppress(RecursionError, ValueError):  # the last line may be half-written
                 records.append(json.loads(line))
         return records
 

@@ -273,7 +273,7 @@ def _taken(name: str, loader: DataLoader[Any], settings: dict[str, Any]) -> str:
     if found := _settings_of_order(loader):
         raise UserError(
             f"fit, {name}: the DataLoader has {found}, which the trainer cannot reproduce when a run resumes or "
-            "changes its number of devices; pass its `dataset`, or define Task.order for your own order"
+            "changes its number of devices; pass its `dataset`, or for your own order write a task with an `order`"
         )
     flags, order = {"eval_batch_size": loader.batch_size}, ""
     if name == "train":

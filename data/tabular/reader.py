@@ -70,7 +70,7 @@ def _read_csv(file: DataFile, reading: Reading) -> Table:
     left_out = LeftOut(reading)
     with opened_table(file, left_out) as (line, header, lines, decimal_comma):
         if not header:
-            raise UserError(f"{where}: is empty; {_ADVICE}")
+            raise UserError(f"{where}: {'begins with no JSON object' if line else 'is empty'}; {_ADVICE}")
         names = _column_names(header, f"{where}, line {line}")
         columns = [_Texts() for _ in names]
         for rows in _blocks(lines, len(names), where, left_out):
@@ -115,7 +115,9 @@ def _blocks(lines: Iterable[Line], num_columns: int, where: str, left_out: LeftO
             if len(fields) != num_columns:
                 shown = ",".join(fields)[:_SHOWN_WIDTH]
                 what = f"has {len(fields)} fields, but the line of column names has {num_columns}: {shown!r}"
-                advice = "fix the line, put quotes around values that contain the separator, or add --on-bad drop"
+                quotes = ", put quotes around values that contain the separator" * (len(fields) > num_columns)
+                advice = f"fix the line{quotes}, or add --on-bad drop"
+                what = f"is not a JSON object: {shown!r}" if len(fields) == 1 and shown.startswith("{") else what
                 line = f"{where}, line {number}: {what}"
                 left_out.add(line, f"{line}; {advice}")
         yield [fields for _, fields in some if len(fields) == num_columns]

@@ -10,6 +10,21 @@ from tests.checkpoint.conftest import Crash, checkpoints, names, save
 from tests.conftest import TINY, WEIGHTED, contents, load
 from trainer.cli import main
 from trainer.common.errors import UserError
+from trainer.common.files import refusing_disk_errors
+
+
+def test_an_error_of_the_disk_names_its_file(cli, tmp_path):
+    (tmp_path / "logs").touch()
+    status, _, lines = cli("--task", WEIGHTED, "--epochs", 1, "--device", "cpu", "--save-dir", tmp_path)
+    assert status == 2
+    assert f"--save-dir {tmp_path}: cannot write a log: {tmp_path / 'logs'}: File exists; check" in lines[-1]
+
+
+@pytest.mark.parametrize(("path", "told"), [("run/lock", "--save-dir run: run/lock: "), ("run", "--save-dir run: ")])
+def test_a_path_is_named_once(path, told):
+    with pytest.raises(UserError, match=rf"^{told}Permission denied$"), refusing_disk_errors("--save-dir run"):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
 
 # --- kept checkpoints and their names ----------------------------------------------------------------------------
 

@@ -115,5 +115,6 @@ def test_a_failure_keeps_existing_files(own_run, on_cpu, tmp_path, monkeypatch):
     monkeypatch.setenv("END_BY", "no number")
     argv = ["--predict", points, "--save-dir", run, "--task", f"{task}:Labelling", "--output", output]
     argv += ["--eval-batch-size", 2, "--num-threads", 1]
-    on_cpu(*argv, status=1)
+    _, err = on_cpu(*argv, status=1)
+    assert err[-1].startswith("error: failed in the predictions: ValueError")
     assert output.read_text() == "precious" and sorted(tmp_path.iterdir()) == before

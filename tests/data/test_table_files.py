@@ -52,6 +52,7 @@ FORMS = {
     "pipes.csv": joined("|").encode(),
     "blanks.csv": joined(" ").encode(),
     "excel.csv": joined("\t").encode("utf-16"),
+    "wide.csv": joined(",").encode("utf-32"),
     "no_mark.csv": joined(",").encode("utf-16-le"),
     "t.jsonl": objects().encode(),
     "gaps.jsonl": b"\n\n" + objects().encode(),

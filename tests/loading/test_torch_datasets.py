@@ -318,3 +318,8 @@ def test_an_array_that_is_not_a_tensor_is_refused_with_the_reason(array):
         UserError, match=r"torch cannot convert 'x' to a tensor \((Type|Value|Runtime)Error: .+\); pass"
     ):
         from_dataset({"x": array}, seed=0)
+
+
+def test_several_data_sets_need_a_task():
+    with pytest.raises(UserError, match=r"'far' is a data set, not an array; several data sets need a task$"):
+        from_dataset({"far": TensorDataset(torch.zeros(3))}, seed=0)

@@ -75,6 +75,7 @@ def label_samples(
 ) -> Table:
     """Yields the predictions for a data set batch by batch, in order. objective: must be on the strategy's device."""
     objective.eval()
+    strategy.group.activity.enter("the predictions")
     with precision.autocast(strategy.device.type):
         objective.start_evaluation()
     loader = BatchLoader([dataset], task.collate, Workers(for_gpu=strategy.device.type == "cuda"))

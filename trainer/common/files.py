@@ -151,7 +151,13 @@ def refusing_disk_errors(what: str, advice: str = "", numbers: Container[int] | 
     except OSError as error:
         if numbers is not None and error.errno not in numbers:
             raise
-        raise DiskError(f"{what}: {error.strerror or error}" + (f"; {advice}" if advice else "")) from None
+        raise DiskError(f"{what}: {reason_of(error, what)}" + (f"; {advice}" if advice else "")) from None
+
+
+def reason_of(error: OSError, known: str) -> str:
+    """Returns the reason of a disk error, after the path of its file unless `known` contains this path."""
+    path = error.filename if isinstance(error.filename, str) else str(error.filename or "")
+    return f"{'' if path in known else f'{path}: '}{error.strerror or error}"
 
 
 def flush_path(path: Path) -> None:

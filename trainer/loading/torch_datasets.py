@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from trainer.common.errors import UserError
 from trainer.loading.batches import KeyedDataset
@@ -193,6 +193,8 @@ def _of_arrays(arrays: Mapping[str, Any]) -> _KeyedTensors:
     """Makes a data set from a dictionary of arrays. Raises UserError for values that are not arrays of equal length."""
     tensors = {}
     for name, array in arrays.items():
+        if isinstance(array, Dataset):
+            raise UserError(f"from_dataset: {name!r} is a data set, not an array; several data sets need a task")
         try:
             tensors[name] = torch.as_tensor(array)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:

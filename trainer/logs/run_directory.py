@@ -19,7 +19,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignor
 from torch.utils.tensorboard.summary import hparams, text
 
 from trainer.common.errors import DiskError
-from trainer.common.files import DISK_FULL, FOLDER_GONE, replace_text, without_nan
+from trainer.common.files import DISK_FULL, FOLDER_GONE, reason_of, replace_text, without_nan
 from trainer.config import shown
 from trainer.logs.logger import DATA_WAIT, LoggedRun, Logger, Record
 from trainer.task import Picture
@@ -115,7 +115,7 @@ class RunDirectoryLogger(Logger):
         except OSError as error:
             if error.errno in DISK_FULL:
                 raise
-            reason = error.strerror or error if self._directory.is_dir() else FOLDER_GONE
+            reason = reason_of(error, str(self._directory)) if self._directory.is_dir() else FOLDER_GONE
             raise DiskError(
                 f"--save-dir {self._directory}: cannot write a log: {reason}; check the file system and run the same "
                 "command again"
