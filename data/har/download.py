@@ -1,6 +1,7 @@
 """Downloads a published file, and verifies it before renaming it to its final name."""
 
 import fcntl
+import secrets
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -12,7 +13,7 @@ from urllib.parse import urlsplit
 from urllib.request import BaseHandler, Request, build_opener
 
 from trainer.common.errors import UserError
-from trainer.common.files import flush_path
+from trainer.common.files import flush_path, has_locked
 
 Verify = Callable[[Path], object]
 Progress = Callable[[str, int | None, IO[bytes]], AbstractContextManager[Any]]
@@ -31,7 +32,8 @@ def fetch(addresses: Sequence[str], target: Path, verify: Verify, progress: Prog
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with open(lock, "w") as held:
-            fcntl.flock(held, fcntl.LOCK_EX)
+            if not has_locked(fcntl.flock, held, fcntl.LOCK_EX):  # another process may download to this name
+                partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")
             try:
                 if not target.exists():
                     _fetch_from_any(addresses, partial, verify, progress)

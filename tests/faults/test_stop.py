@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT, WEIGHTED, launcher
+from tests.helpers.machines import not_supported
 from tests.helpers.processes import end_session, left_of_session, num_training_ranks
 from trainer.failure.signals import ONE_CTRL_C_S, STOP_SIGNALS, StopRequest
 from trainer.parallel.launch import FOLDER, rendezvous_folder
@@ -208,6 +209,16 @@ def test_folders_of_killed_launchers_are_removed(monkeypatch, tmp_path):
         with rendezvous_folder() as other:
             assert Path(folder).exists() and Path(other).exists()
     assert [path.name for path in tmp_path.iterdir()] == ["lockstep-other"]
+
+
+def test_without_kernel_locks_no_folder_is_removed(monkeypatch, tmp_path):
+    """Processes may still use a folder, however old."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("fcntl.flock", not_supported)
+    (tmp_path / f"{FOLDER}stale").mkdir()
+    os.utime(tmp_path / f"{FOLDER}stale", (0, 0))
+    with rendezvous_folder() as folder:
+        assert {path.name for path in tmp_path.iterdir()} == {f"{FOLDER}stale", Path(folder).name}
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Processes that simulate machines which share a file system without locks, and which freeze at critical moments."""
 
+import errno
 import multiprocessing
 import os
 import random
@@ -19,12 +20,20 @@ from trainer.common.errors import UserError
 STALE_S, RENEW_S = 0.2, 0.03
 
 
-def be_machine(name: str) -> None:
-    """Makes this process act as a machine of this name, without kernel locks and with shorter waiting times."""
+def not_supported(*arguments: object) -> None:
+    """Fails like fcntl.lockf and fcntl.flock on a file system without kernel locks."""
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+
+def be_machine(name: str, number: int) -> None:
+    """Makes this process act as a machine, without kernel locks and with shorter waiting times.
+
+    number: even if each process gets a kernel lock that the others do not see, and odd if it gets none.
+    """
     lock = trainer.checkpoint.lock
     lock._machine = lambda folder: name
-    lock.fcntl = SimpleNamespace(lockf=lambda *arguments: None, LOCK_EX=0, LOCK_NB=0)
-    lock.STALE_S, lock.RENEW_S, lock._LOOK_S = STALE_S, RENEW_S, 0.01
+    lock.fcntl = SimpleNamespace(lockf=not_supported if number % 2 else lambda *_: None, LOCK_EX=0, LOCK_NB=0)
+    lock.STALE_S, lock.RENEW_S, lock._LOOK_S, lock.SETTLE_S = STALE_S, RENEW_S, 0.01, 0.02
 
 
 def race(folder: Path, seed: int, num_machines: int, seconds: float) -> tuple[list[int], int, int]:
@@ -37,7 +46,7 @@ def race(folder: Path, seed: int, num_machines: int, seconds: float) -> tuple[li
     promises, takings, freezings = (folder.with_name(f"{folder.name}.{what}") for what in ("saved", "taken", "frozen"))
     until = time.monotonic() + seconds
     arguments = (folder, seed, until, (promises, takings, freezings))
-    processes = [context.Process(target=_live, args=(f"machine-{i}", *arguments)) for i in range(num_machines)]
+    processes = [context.Process(target=_live, args=(i, *arguments)) for i in range(num_machines)]
     for process in processes:
         process.start()
     draw, wake_at = random.Random(seed), {}
@@ -56,8 +65,9 @@ def race(folder: Path, seed: int, num_machines: int, seconds: float) -> tuple[li
     return [int(step) for step in read[0]], len(read[1]), len(read[2])
 
 
-def _live(name: str, folder: Path, seed: int, until: float, notes: tuple[Path, Path, Path]) -> None:
-    be_machine(name)
+def _live(number: int, folder: Path, seed: int, until: float, notes: tuple[Path, Path, Path]) -> None:
+    name = f"machine-{number}"
+    be_machine(name, number)
     draw = random.Random(f"{seed} {name}")
     rename = Path.rename
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import pytest
 
@@ -74,7 +75,7 @@ def test_a_lock_left_by_a_lost_node_of_the_same_job_is_taken_over(under_torchrun
 def test_a_lock_of_another_job_is_not_taken_over(agents, under_torchrun, start, tmp_path, monkeypatch):
     """The lock is still being renewed."""
     start()
-    monkeypatch.setattr("trainer.checkpoint.lock._is_renewed", lambda path: True)
+    monkeypatch.setattr("trainer.checkpoint.lock._stamp", lambda path: time.monotonic())
     (tmp_path / "run" / "lock").write_text(f"{ELSEWHERE}\n")
     rewrite_config(tmp_path / "run", torchrun_agents=agents)
     _, err = start(status=2)

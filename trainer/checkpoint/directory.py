@@ -55,16 +55,17 @@ def refuse_links(folder: Path) -> None:
 
 
 class RunDirectory:
-    """The `--save-dir` folder of a run, which this process locks. Only rank 0 uses this class.
+    """The `--save-dir` folder of a run, which this process locks. Only rank 0 uses this class, or its successor.
 
     entries: the run's checkpoints, oldest first. earlier_attempt: config.json of an earlier attempt of this job, if
-    torchrun restarted the job.
+    torchrun restarted the job. token_of_rank_0: identifies rank 0's lock on all ranks.
     """
 
     def __init__(self, path: Path, retention: Retention, say: Callable[[str], None]) -> None:
         self.path = path
         self.entries: list[Entry] = []
         self.earlier_attempt: dict[str, Any] | None = None
+        self.token_of_rank_0 = ""
         self._retention = retention
         self._say = say
         self.lock: Lock | None = None
@@ -74,15 +75,16 @@ class RunDirectory:
 
     # --- opening ---------------------------------------------------------------------------------------------
 
-    def acquire(self, agents: Sequence[str] = (), creates: bool = True) -> None:
-        """Creates, locks and repairs the directory. Raises UserError if one of these steps fails.
+    def acquire(self, agents: Sequence[str] = (), gone: str | None = None) -> str:
+        """Creates, locks and repairs the directory; returns the lock's token. Raises UserError if a step fails.
 
         agents: torchrun agents of this job; if one of them also started the previous attempt, this process takes the
-        lock without waiting to see whether its holder is alive. creates: False if the directory must already exist.
+        lock without waiting to see whether its holder is alive. gone: token of a holder that has exited; the directory
+        must then exist.
         """
         with refusing_disk_errors(f"--save-dir {self.path}", "choose a folder that can be written to"):
             config = read_config(self.path, self._say)
-            if creates:
+            if gone is None:
                 self.path.mkdir(parents=True, exist_ok=True)
             elif not (self.path / KERNEL_LOCK).exists():
                 raise UserError(f"--save-dir {self.path}: {FOLDER_GONE}; run the same command again")
@@ -90,13 +92,14 @@ class RunDirectory:
             agents_before = config.get("torchrun_agents")
             if isinstance(agents_before, list) and any(agent in agents_before for agent in agents):
                 self.earlier_attempt = config
-            self.lock = take_lock(self.path, take_over=self.earlier_attempt is not None, say=self._say)
+            self.lock = take_lock(self.path, self.earlier_attempt is not None, self._say, gone)
             claim_temporary_files(self.path, self.lock)
             self.entries, self._lost = find_checkpoints(self.path, self._say)
             put_in_place(self.path, self.entries, self._say, self.lock)
             for leftover in self.path.glob("*.tmp"):
                 self.writer.delete(leftover)
             self._update_links()
+        return self.lock.holder.token
 
     @property
     def is_held(self) -> bool:

@@ -1,9 +1,10 @@
 """Locks a run directory for one process, including on file systems that several machines share.
 
 On one machine, the holder is the process that has the kernel's lock on the file `lock.held`. The kernel releases this
-lock when the process ends. Some network file systems do not share kernel locks between machines. The file `lock`
-therefore names the holder, which renews the file's timestamp. A process that finds another machine's `lock` takes it
-over if the timestamp does not change for `STALE_S` seconds.
+lock when the process ends. Some network file systems do not share kernel locks between machines, or have none. The file
+`lock` therefore names the holder, which renews the file's timestamp. A process that finds the `lock` of another machine
+or of a holder without a kernel lock takes it over if the timestamp does not change for `STALE_S` seconds. If two do so
+at once, the last to write `lock` wins: each reads it again after `SETTLE_S` seconds (Fischer's algorithm).
 
 A suspended old holder may wake up later, and must then not write to the folder (fencing). A holder writes files under
 temporary names that contain its token, and reads `lock` again before it renames a file. A new holder writes its name
@@ -23,10 +24,10 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from trainer.common.errors import UserError
-from trainer.common.files import MOST_RECORD, flush_path, read_whole, require_regular, written_as_a_whole
+from trainer.common.files import MOST_RECORD, flush_path, has_locked, read_whole, require_regular, written_as_a_whole
 from trainer.common.process import boot_of_kernel, own_name
 
 LOCK, KERNEL_LOCK = "lock", "lock.held"
@@ -34,12 +35,19 @@ LOCK, KERNEL_LOCK = "lock", "lock.held"
 RENEW_S = 5.0
 STALE_S = 60.0
 """Seconds without renewal after which a lock is taken over."""
+SETTLE_S = 1.0
+"""Seconds after which all processes have seen who wrote `lock` last."""
 _LOOK_S = 0.2
+
+KernelLock = Literal["taken", "in use", "not supported"]
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Content of the file `lock`. who: process and host. machine: result of `_machine`. token: unique identifier."""
+    """Content of the file `lock`. who: process and host. token: unique identifier.
+
+    machine: result of `_machine`, or the token if the holder has no kernel lock that would show whether it is alive.
+    """
 
     who: str
     machine: str = ""
@@ -59,7 +67,7 @@ class Lock:
     def __init__(self, folder: Path, file: IO[str], holder: Holder) -> None:
         self._path = folder / LOCK
         self._file = file
-        self._holder = holder
+        self.holder = holder
         self._released = threading.Event()
         self.is_lost = False
         """Whether `require` has found that another process took over."""
@@ -67,13 +75,13 @@ class Lock:
     def begin(self) -> None:
         """Names this process as the holder in `lock`, and starts a thread that renews the file's timestamp."""
         temporary = self.temporary(self._path)
-        temporary.write_text(str(self._holder), encoding="utf-8")
+        temporary.write_text(str(self.holder), encoding="utf-8")
         temporary.rename(self._path)
         threading.Thread(target=self._renew, name="lock", daemon=True).start()
 
     def temporary(self, path: Path) -> Path:
         """Returns the temporary name under which a file is written."""
-        return path.with_suffix(f".{self._holder.token}.tmp")
+        return path.with_suffix(f".{self.holder.token}.tmp")
 
     def rename(self, temporary: Path, path: Path) -> None:
         """Gives a complete file its final name. Raises OSError or LockTaken."""
@@ -87,7 +95,7 @@ class Lock:
     def require(self) -> None:
         """Raises LockTaken if another process took over, or OSError if `lock` cannot be read."""
         holder = _read(self._path)
-        if holder.token != self._holder.token:
+        if holder.token != self.holder.token:
             self._path.parent.stat()  # raises FileNotFoundError if the folder was deleted
             self.is_lost = True
             raise LockTaken(
@@ -127,10 +135,13 @@ class Lock:
                 os.utime(self._path)
 
 
-def take_lock(folder: Path, take_over: bool = False, say: Callable[[str], None] = lambda line: None) -> Lock:
-    """Takes a folder's lock until `release` or process exit; may wait for `STALE_S` seconds.
+def take_lock(
+    folder: Path, take_over: bool = False, say: Callable[[str], None] = lambda line: None, gone: str | None = None
+) -> Lock:
+    """Takes a folder's lock until `release` or process exit; may wait for `2 * STALE_S` seconds.
 
     take_over: whether to skip the wait that shows whether the old holder is alive. say: prints a line before the wait.
+    gone: token of a holder that has exited.
 
     Raises UserError if another process holds the lock, or OSError on file system errors.
     """
@@ -139,22 +150,26 @@ def take_lock(folder: Path, take_over: bool = False, say: Callable[[str], None] 
             require_regular(folder / KERNEL_LOCK)  # opening a named pipe would block forever
         file = (folder / KERNEL_LOCK).open("a")
         unless_taken.callback(_close, file)
-        left_by = _read(folder / LOCK)
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _in_use(folder, left_by) from None
-        own = Holder(own_name(), _machine(folder), secrets.token_hex(4))
-        is_known_to_be_gone = left_by.who == "" or left_by.machine == own.machine
-        if not (take_over or is_known_to_be_gone):
+        left_by, machine, token = _read(folder / LOCK), _machine(folder), secrets.token_hex(4)
+        kernel_lock = _kernel_lock(file)
+        is_here = left_by.machine == machine and kernel_lock != "not supported"
+        may_be_alive = not (is_here or left_by.who == "" or left_by.token == gone != "")
+        if kernel_lock == "in use" and not may_be_alive:  # the kernel knows best
+            raise _in_use(folder, left_by)
+        waits = may_be_alive and (kernel_lock == "in use" or not take_over)
+        if waits:
+            most_s = 2 * STALE_S if kernel_lock == "in use" else STALE_S
             say(
-                f"{folder}: locked by {left_by.who}, which may have died; waiting {STALE_S:.0f} s to see whether it "
-                "is alive."
+                f"{folder}: locked by {left_by.who}, which may have died; waiting up to {most_s:.0f} s to see whether "
+                "it is alive."
             )
-            if _is_renewed(folder / LOCK):
-                raise _in_use(folder, left_by)
-        lock = Lock(folder, file, own)
+            kernel_lock = _await_end(folder, file, left_by, 0 if take_over else STALE_S)
+        lock = Lock(folder, file, Holder(own_name(), machine if kernel_lock == "taken" else token, token))
         lock.begin()
+        if waits or kernel_lock == "not supported":
+            time.sleep(SETTLE_S)
+            if (now := _read(folder / LOCK)).token != token:
+                raise _in_use(folder, now)
         unless_taken.pop_all()
     return lock
 
@@ -169,13 +184,30 @@ def _in_use(folder: Path, holder: Holder) -> UserError:
     return UserError(f"--save-dir {folder}: in use by {who}; wait until it ends, or choose another folder")
 
 
-def _is_renewed(path: Path) -> bool:
-    first, until = _stamp(path), time.monotonic() + STALE_S
-    while time.monotonic() < until:
+def _kernel_lock(file: IO[str]) -> KernelLock:
+    try:
+        return "taken" if has_locked(fcntl.lockf, file, fcntl.LOCK_EX | fcntl.LOCK_NB) else "not supported"
+    except BlockingIOError:
+        return "in use"
+
+
+def _await_end(folder: Path, file: IO[str], left_by: Holder, least_s: float) -> KernelLock:
+    """Waits until the holder releases the lock, or does not renew it for `least_s`; raises UserError if it is alive.
+
+    A file server keeps the kernel lock of a machine that has died for some time (NFS 4: 90 s by default).
+    """
+    path, began = folder / LOCK, time.monotonic()
+    first = _stamp(path)
+    while True:
+        waited_s, kernel_lock = time.monotonic() - began, _kernel_lock(file)
+        is_released = _stamp(path) != first
+        if is_released and (now := _read(path)).who != "":
+            raise _in_use(folder, now)
+        if kernel_lock != "in use" and (is_released or waited_s > least_s):
+            return kernel_lock
+        if waited_s > 2 * STALE_S:
+            raise _in_use(folder, left_by)
         time.sleep(_LOOK_S)
-        if _stamp(path) != first:
-            return _read(path).who != ""  # "" if the holder has released the lock
-    return False
 
 
 def _stamp(path: Path) -> tuple[int, int]:

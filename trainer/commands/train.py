@@ -63,7 +63,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
     with refusing_full_disk(), ExitStack() as at_the_end:
         at_the_end.callback(loading[0].close)
         at_the_end.callback(directory.release)
-        strategy.group.on_main(lambda: directory.acquire(agents))
+        directory.token_of_rank_0 = strategy.group.on_main(lambda: directory.acquire(agents))
         with recorded(directory, strategy) as state, refusing_full_disk():
             run, notes = build_run(flags, task, strategy, directory, loading)
             if _is_finished(run, flags):

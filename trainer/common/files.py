@@ -22,6 +22,8 @@ READ_ERRORS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)
 """Values of errno for disk and network errors that may not recur when a read is retried."""
 NO_FILE = (errno.EISDIR, errno.EINVAL, errno.EFBIG)
 """Values of errno with which `read_whole` rejects a file that is not regular or is too large."""
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+"""Values of errno of file systems without kernel locks, such as Lustre without the mount option `flock`."""
 READ_AGAIN_AFTER_S = (0.1, 1.0)
 """Seconds to wait before the second and before the third attempt to read."""
 
@@ -105,6 +107,20 @@ def read_whole(path: Path, most: int) -> bytes:
 
     require_regular(path)
     return read_again(read)
+
+
+def has_locked(lock: Callable[[Any, int], object], file: IO[Any] | int, how: int) -> bool:
+    """Locks an open file with fcntl.flock or fcntl.lockf; returns False if its file system has no kernel locks.
+
+    Raises OSError.
+    """
+    try:
+        lock(file, how)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return False
+    return True
 
 
 def read_at_most(file: IO[bytes], most: int) -> bytes:

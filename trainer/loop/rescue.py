@@ -164,7 +164,8 @@ def _take_over(directory: RunDirectory) -> None:
     deadline = time.monotonic() + LOCK_WITHIN_S
     while True:
         try:
-            return directory.acquire(creates=False)
+            directory.acquire(gone=directory.token_of_rank_0)
+            return
         except UserError:
             if time.monotonic() > deadline or not directory.path.exists():
                 raise

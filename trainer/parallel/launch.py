@@ -20,6 +20,7 @@ from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
+from trainer.common.files import has_locked
 from trainer.common.process import to_stderr
 from trainer.common.validation import without_folders_of_classes
 from trainer.failure.diagnosis import RESUMES
@@ -211,20 +212,19 @@ def rendezvous_folder() -> Iterator[str]:
     folder too, because they may outlive their launcher while they save.
     """
     for stale in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
-        with suppress(OSError), in_use(stale, fcntl.LOCK_EX):  # fails for folders in use or of another user
-            if time.time() - stale.stat().st_mtime > NEW_FOR_S:
+        with suppress(OSError), in_use(stale, fcntl.LOCK_EX | fcntl.LOCK_NB) as is_locked:  # or another user's folder
+            if is_locked and time.time() - stale.stat().st_mtime > NEW_FOR_S:
                 shutil.rmtree(stale)
     with tempfile.TemporaryDirectory(prefix=FOLDER) as folder, in_use(folder):
         yield folder
 
 
 @contextmanager
-def in_use(folder: str | Path, how: int = fcntl.LOCK_SH) -> Iterator[None]:
-    """Context that locks a folder. Raises OSError if another process holds a conflicting lock."""
+def in_use(folder: str | Path, how: int = fcntl.LOCK_SH) -> Iterator[bool]:
+    """Context that locks a folder; yields False if its file system has no kernel locks. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
-        yield
+        yield has_locked(fcntl.flock, descriptor, how)
     finally:
         os.close(descriptor)
 

@@ -14,6 +14,7 @@ import pytest
 from data.har.download import HttpsOnly, fetch
 from tasks.har import show_download
 from tests.conftest import ROOT
+from tests.helpers.machines import not_supported
 from trainer.common.errors import UserError
 
 CONTENT = np.random.default_rng(0).bytes(300_000)
@@ -255,3 +256,9 @@ def test_a_terminal_shows_a_bar(server, target, capsys, monkeypatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     fetch([server.address()], target, verify_content, show_download)
     assert "/300k [" in capsys.readouterr().err
+
+
+def test_a_file_system_without_kernel_locks_gets_the_file(server, target, monkeypatch):
+    monkeypatch.setattr("fcntl.flock", not_supported)
+    get(target, server.address())
+    assert_only(target)
