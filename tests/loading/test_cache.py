@@ -4,12 +4,15 @@ import multiprocessing
 import os
 import resource
 import signal
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import trainer.loading.cache
+from tests.helpers.machines import not_supported
 from trainer.common.errors import UserError
 from trainer.loading.cache import cached_arrays
 
@@ -137,3 +140,41 @@ def test_a_damaged_entry_is_named(tmp_path) -> None:
     (tmp_path / "key" / "x.npy").write_bytes(b"\x93NUMPY")
     with pytest.raises(UserError, match=r"--cache-dir.*key.*delete"):
         cached_arrays(tmp_path, "key", fail)
+
+
+def test_a_complete_entry_is_kept_even_if_a_stale_look_up_misses_it(tmp_path, monkeypatch) -> None:
+    """NFS may hide for some time what another machine has stored; deleting mapped files would break that machine."""
+    cached_arrays(tmp_path, "key", small)
+    before = (tmp_path / "key" / "x.npy").stat().st_ino
+    answers = iter([False, False])
+    is_complete = trainer.loading.cache._is_complete
+    monkeypatch.setattr(trainer.loading.cache, "_is_complete", lambda entry: next(answers, True) and is_complete(entry))
+    assert cached_arrays(tmp_path, "key", small)["y"].tolist() == [0, 1, 2]
+    assert (tmp_path / "key" / "x.npy").stat().st_ino == before
+    assert {path.name for path in tmp_path.iterdir()} == {"key", "key.lock"}
+
+
+def test_without_kernel_locks_each_process_builds_and_the_first_to_finish_stores(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("fcntl.flock", not_supported)
+    barrier, found = threading.Barrier(3), []
+
+    def build() -> dict[str, np.ndarray]:
+        barrier.wait(60)
+        return small()
+
+    threads = [threading.Thread(target=lambda: found.append(cached_arrays(tmp_path, "key", build))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [float(arrays["x"].sum()) for arrays in found] == [66.0] * 3
+    assert len({os.stat(arrays["x"].base.filename).st_ino for arrays in found}) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"key", "key.lock"}
+
+
+def test_what_killed_builds_left_is_removed_but_a_folder_in_use_is_not(tmp_path) -> None:
+    for name, age_s in (("key.1.partial", 7200), ("key.2.partial", 60), ("other.1.partial", 7200)):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (time.time() - age_s,) * 2)
+    cached_arrays(tmp_path, "key", small)
+    assert {path.name for path in tmp_path.iterdir()} == {"key", "key.lock", "key.2.partial", "other.1.partial"}

@@ -1,28 +1,34 @@
 """Caches arrays on disk, memory-mapped and shared by all processes of a machine."""
 
+import errno
 import fcntl
 import hashlib
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from trainer.common.errors import UserError
-from trainer.common.files import array_errors, flush_path, refusing_disk_errors
+from trainer.common.files import array_errors, flush_path, has_locked, refusing_disk_errors
 
 Arrays = dict[str, np.ndarray]
 
 _NAMES = "names.txt"
 """Name of the file that lists the arrays of a cache entry, one per line."""
+_LEFT_FOR_S = 3600.0
+"""Seconds without a new file after which a temporary folder counts as left by a killed build, not as in use."""
 
 
 def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arrays:
     """Returns cached arrays, read-only and memory-mapped; builds them if the entry is missing or lacks a file.
 
-    If several processes need a missing entry, one process builds it while the other processes wait. A killed build
-    leaves no incomplete entry: arrays are written to a temporary folder and flushed, and then the folder is renamed.
+    If several processes need a missing entry, one process builds it while the other processes wait. If the file system
+    does not share kernel locks, each builds it, and the first to finish stores it. A killed build leaves no incomplete
+    entry: arrays are written to a temporary folder and flushed, and then the folder is renamed.
 
     cache_dir: a folder shared by all processes of the machine; created if missing. key: a valid file name that
     identifies content and format version. build: returns arrays by name; names must be valid file names. Exceptions of
@@ -36,12 +42,18 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
         with refusing_disk_errors(flag, advice):
             cache_dir.mkdir(parents=True, exist_ok=True)
             lock = open(cache_dir / f"{key}.lock", "w")  # noqa: SIM115 (closed below)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        with lock:
+            has_locked(fcntl.flock, lock, fcntl.LOCK_EX)
+            # Creating this folder also makes NFS look up the entry again, which another machine may just have stored.
+            partial = cache_dir / f"{key}.{secrets.token_hex(4)}.partial"
+            partial.mkdir()
+        try:
             if not _is_complete(entry):
                 arrays = build()
                 with refusing_disk_errors(flag, advice):
-                    _store(arrays, entry)
+                    _store(arrays, partial, entry)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+            lock.close()
     try:
         with array_errors():
             # np.asarray, because indexing a memmap takes microseconds longer than indexing an ndarray
@@ -103,23 +115,27 @@ def _is_complete(entry: Path) -> bool:
     return names == {path.name for path in entry.glob("*.npy")}
 
 
-def _store(arrays: Arrays, entry: Path) -> None:
-    partial = entry.with_name(f"{entry.name}.partial")
-    # a killed build may have left this folder; no process is writing to it, because this process holds the lock
-    shutil.rmtree(partial, ignore_errors=True)
+def _store(arrays: Arrays, partial: Path, entry: Path) -> None:
+    for left in entry.parent.glob(f"{entry.name}.*partial"):
+        with suppress(FileNotFoundError):
+            if partial.stat().st_mtime - left.stat().st_mtime > _LEFT_FOR_S:
+                shutil.rmtree(left)
+    partial.mkdir(exist_ok=True)
+    for name, array in arrays.items():
+        with open(partial / f"{name}.npy", "wb") as file:
+            np.save(file, array, allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())
+    (partial / _NAMES).write_text("\n".join(arrays), encoding="utf-8")
+    flush_path(partial / _NAMES)
+    flush_path(partial)
     try:
-        partial.mkdir()
-        for name, array in arrays.items():
-            with open(partial / f"{name}.npy", "wb") as file:
-                np.save(file, array, allow_pickle=False)
-                file.flush()
-                os.fsync(file.fileno())
-        (partial / _NAMES).write_text("\n".join(arrays), encoding="utf-8")
-        flush_path(partial / _NAMES)
-        flush_path(partial)
-        if entry.exists():
-            shutil.rmtree(entry)  # processes that have mapped its files keep their content
         partial.rename(entry)
-        flush_path(entry.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        if _is_complete(entry):  # of another process, whose files may be mapped and must stay
+            return
+        shutil.rmtree(entry)
+        partial.rename(entry)
+    flush_path(entry.parent)
