@@ -1,15 +1,19 @@
 """Processes that start one run together are refused if they differ, if one is missing, or if there are too many."""
 
+import json
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch.distributed as dist
 
 from tasks import TASKS
-from tests.conftest import REFUSAL, TINY, contents
+from tests.conftest import REFUSAL, ROOT, TINY, contents
 from tests.helpers import forks
 from tests.helpers.processes import NO_GPU, free_port
+from trainer.cli import read_command_line
+from trainer.commands.build import facts_of_start
 from trainer.common.errors import UserError
 from trainer.common.process import within
 from trainer.config import options
@@ -51,8 +55,30 @@ def test_a_few_of_many_differences_are_named():
     assert message.count("--flag") == MOST_NAMED and "; and 12 more; do something" in message
 
 
-def test_facts_that_a_rank_lacks_are_not_compared():
-    refuse_differences([{"digest": "a"}, {}, {"digest": "a", "run": "b"}], "")
+def test_facts_that_a_rank_lacks_are_not_compared_but_rank_0_must_have_each():
+    refuse_differences([{"digest": "a"}, {}, {"digest": "a"}], "")
+    with pytest.raises(UserError, match=r"rank 2 of 3 differs from rank 0: run is b instead of \(none\); no"):
+        refuse_differences([{"digest": "a"}, {}, {"digest": "a", "run": "b"}], "no")
+
+
+@pytest.mark.parametrize(
+    ("on_rank_0", "on_rank_1", "is_refused"),
+    [("1", "1", False), ("1", "2", True), (None, "1", True), ("1", None, False), (None, None, False)],
+)
+def test_ranks_that_see_another_run_than_rank_0_are_refused(on_rank_0, on_rank_1, is_refused, tmp_path, monkeypatch):
+    """If --save-dir is a folder of each node, the ranks' nodes may have different runs in it."""
+    stated, config = [], json.loads((ROOT / "tests/data_of_runs/cc51570/config.json").read_text())
+    for rank, run_id in enumerate((on_rank_0, on_rank_1)):
+        (tmp_path / f"{rank}" / "run").mkdir(parents=True)
+        if run_id is not None:
+            own = config | {"run_id": run_id * 12}
+            (tmp_path / f"{rank}" / "run" / "config.json").write_text(json.dumps(own))
+        monkeypatch.chdir(tmp_path / f"{rank}")
+        flags, _ = read_command_line(["--device", "cpu", "--save-dir", "run"], several_devices=False)
+        stated.append(facts_of_start(flags))
+    expected = pytest.raises(UserError, match=f"the run in --save-dir .* is {on_rank_1}+ instead of")
+    with expected if is_refused else nullcontext():
+        refuse_differences(stated, "no")
 
 
 # --- one process for each rank -----------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 import os
 import random
 import re
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -114,8 +113,8 @@ def facts_of_start(flags: Flags) -> dict[str, Any]:
     """Returns the facts that all processes of a run must agree on before they read data."""
     assert flags.task_type is not None
     run_id = read_config(flags.checkpoint.save_dir).get("run_id")
-    # detects a shared disk that does not show another machine's writes yet
-    run = {f"the run in --save-dir, seen on {socket.gethostname()}": run_id} if run_id is not None else {}
+    # detects a folder that is not on a shared disk, or a disk that does not show another machine's writes yet
+    run = {"the run in --save-dir (must be on a shared disk)": run_id} if run_id is not None else {}
     return {
         "--task": without_folder(flags.run.task),
         **flags.values_alike(),

@@ -129,7 +129,7 @@ class Group:
     def require_same(self, facts: Mapping[str, Any], advice: str) -> None:
         """Raises UserError on all processes if a value differs between a rank and rank 0.
 
-        facts: plain values by name; a name that the rank or rank 0 lacks is ignored. advice: end of the message.
+        facts, advice: as in `refuse_differences`.
         """
         if not self.agrees(facts):
             refuse_differences(self.gather(dict(facts)), advice)

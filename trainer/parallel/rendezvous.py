@@ -71,17 +71,19 @@ def _until(deadline: float) -> timedelta:
 def refuse_differences(stated: Sequence[Mapping[str, Any]], advice: str) -> None:
     """Raises UserError if a rank's value differs from rank 0's value of the same name.
 
-    stated: each rank's values by name; a name that the rank or rank 0 lacks is ignored. advice: end of the message.
+    stated: each rank's values by name. A name that the rank lacks is ignored; one that rank 0 lacks counts as None.
+    advice: end of the message.
     """
     first, differing = stated[0], {}
     for rank, own in enumerate(stated):
-        names = [name for name in first if name in own and own[name] != first[name]]
+        names = [name for name in own if own[name] != first.get(name)]
         if names:
             differing[rank] = names
     if not differing:
         return
     rank, names = next(iter(differing.items()))
-    found = [f"{name} is {_short(stated[rank][name])} instead of {_short(first[name])}" for name in names[:MOST_NAMED]]
+    own = stated[rank]
+    found = [f"{name} is {_short(own[name])} instead of {_short(first.get(name))}" for name in names[:MOST_NAMED]]
     found += [f"and {len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
     others = f" ({len(differing)} ranks differ)" if len(differing) > 1 else ""
     raise UserError(f"rank {rank} of {len(stated)} differs from rank 0{others}: {'; '.join(found)}; {advice}")
