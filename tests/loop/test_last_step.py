@@ -58,6 +58,23 @@ def test_the_last_step_that_the_device_completed_is_found(num_passed, expected):
     assert (found and (found[0].progress.step, found[1])) == expected
 
 
+@pytest.mark.parametrize(
+    ("num_passed", "expected"),
+    [(1, (0, False)), (2, (0, True)), (3, None), (4, (0, True)), (5, None), (6, (1, False))],
+)
+def test_no_completed_step_is_known_while_weights_are_moved(num_passed, expected):
+    device = Device()
+    last, progress = LastStep(device), Progress()
+    last.begin(progress)
+    for place in ("forward", "update", "forward", "update"):
+        last.at(place)
+    progress.step = 1
+    last.after_step(progress, None, LOG)
+    device.num_passed = num_passed
+    found = last.find()
+    assert (found and (found[0].progress.step, found[1])) == expected
+
+
 def test_completed_steps_are_forgotten():
     device = Device()
     device.num_passed = 10**9

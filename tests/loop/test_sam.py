@@ -10,6 +10,17 @@ from torch import nn
 from tests.conftest import ROOT, load
 from tests.helpers import jobs
 from tests.helpers.weights import difference
+from trainer.loading.batches import WeightedBatch
+from trainer.logs.run_log import SilentLog
+from trainer.loop.ema import ExponentialMovingAverage
+from trainer.loop.precision import Precision
+from trainer.loop.progress import Progress
+from trainer.loop.rescue import LastStep
+from trainer.loop.sam import SamLearner
+from trainer.loop.train import train_step
+from trainer.parallel.devices import DeviceQueue
+from trainer.parallel.strategy import SingleDevice
+from trainer.task import Objective
 
 FILE = __file__
 FLAGS = ["--max-steps", 6, "--device", "cpu", "--num-threads", 1, "--batch-size", jobs.GLOBAL_BATCH]
@@ -100,3 +111,32 @@ JOINT = f"{ROOT / 'tests' / 'helpers' / 'joint_task.py'}:Joint"
 )
 def test_unsupported_combinations_are_refused(task, more, message, run_here, tmp_path):
     assert message in run_here("--task", task, *FLAGS, *more, "--save-dir", tmp_path, status=2).err
+
+
+def test_a_rescue_finds_no_finished_step_while_weights_are_moved():
+    """Runs two steps with two forward passes each; the last pass fails."""
+    last, found, device = LastStep(DeviceQueue()), [], torch.device("cpu")
+
+    class Watched(Objective):
+        def forward(self, batch, phase="train"):
+            found.append((last.find(), *(p.detach().clone() for p in self.model.parameters())))
+            if len(found) == 4:
+                raise RuntimeError("lost")
+            return {"loss": self.model(batch["x"]).square().sum()}
+
+    objective, strategy = Watched(nn.Linear(3, 1)), SingleDevice(device)
+    precision, average = Precision("off", torch.float32, device), ExponentialMovingAverage(objective.model, 0)
+    learner = SamLearner(objective, objective, device, precision, 0.0, average, watches=[last], rho=0.5)
+    learner.set_trained({"train": [*objective.parameters()]})
+    learner.optimizers["train"] = [torch.optim.SGD(objective.parameters())]
+    progress = Progress()
+    last.begin(progress)
+    with pytest.raises(RuntimeError, match="lost"):
+        for progress.step in (1, 2):
+            window = [WeightedBatch({"x": torch.ones(4, 3)}, 4.0, 4)]
+            train_step(learner, strategy, "train", window, 4.0, (0, 0, 0, 0), 0.1, [last])
+            last.after_step(progress, None, SilentLog())
+    steps = [step and (step[0].progress.step, step[1]) for step, *_ in found]
+    assert steps == [(0, True), None, (1, True), None]
+    assert last.find()[0].progress.step == 1 and last.find()[1]
+    assert not torch.equal(found[3][1], found[2][1]) and torch.equal(objective.model.weight, found[2][1])

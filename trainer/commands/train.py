@@ -82,6 +82,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
             open_run(run, notes, flags, argv, agents, loggers)
             baselines = find_baselines(task, strategy.group, flags.run, run.log, run.plan.num_steps)
             run.watches.insert(0, state.last_step)  # before watches whose collectives may fail
+            run.learner.watches = [state.last_step]
             run.stop.install()
             strategy.group.diagnosis.flags_signals = True
             state.run = run  # from here on, a failure saves the completed steps

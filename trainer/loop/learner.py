@@ -14,6 +14,7 @@ from trainer.loop.buffers import Buffers
 from trainer.loop.ema import ExponentialMovingAverage
 from trainer.loop.precision import Precision, StepOutcome
 from trainer.loop.totals import add_sums, require_sums, without_counting
+from trainer.loop.watch import Watch
 from trainer.parallel.rows import FORWARD
 from trainer.parallel.strategy import Strategy
 from trainer.task import At, Objective, Outputs, Sums
@@ -24,7 +25,7 @@ class Learner:
     """Runs forward passes, backward passes and optimizer updates of an objective.
 
     net: the objective in the run's precision. max_grad_norm: maximum gradient norm; 0 disables clipping. where: the
-    run's step, epoch and progress, which the objective can read.
+    run's step, epoch and progress, which the objective can read. watches: observers of moved weights.
 
     nets: `net` wrapped for training on the run's devices, by phase. params, optimizers: trained parameters and
     optimizers, by phase.
@@ -40,6 +41,7 @@ class Learner:
     params: dict[str, list[nn.Parameter]] = field(default_factory=dict)
     optimizers: dict[str, list[torch.optim.Optimizer]] = field(default_factory=dict)
     where: At = At()
+    watches: Sequence[Watch] = ()
     buffers: Buffers = field(init=False)
     _phase: str = field(default="", init=False)
     _shards: Callable[[Sequence[Tensor]], list[Tensor]] = field(default=list, init=False)

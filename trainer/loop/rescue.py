@@ -46,8 +46,8 @@ Mark = Callable[[], bool]
 class AppliedStep:
     """A step that the host has submitted to the device. progress: the run's progress after the step.
 
-    applied, forward, changes: tell whether the device has finished the step, has started the next step, and has started
-    that step's update.
+    applied, forward, changes: tell whether the device has finished the step, has started the next step, and has begun
+    to change weights in that step.
     """
 
     progress: Progress
@@ -74,13 +74,13 @@ class LastStep(Watch):
         self._steps.append(AppliedStep(progress.copied(), self.queue.mark()))
 
     def at(self, place: Place) -> None:
-        if not self._steps:
-            return
-        mark = self.queue.mark() if self.queue.lag else _it_has_come
-        if place == "forward":
-            self._steps[-1].forward = mark
-        else:
-            self._steps[-1].changes = mark
+        step, mark = self._steps[-1], self.queue.mark() if self.queue.lag else _it_has_come
+        if place == "update":
+            step.changes = mark
+        elif step.changes is None:
+            step.forward = step.forward or mark
+        else:  # the step has changed the weights and put them back
+            self._steps.append(AppliedStep(step.progress, mark, mark))
 
     def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
         mark = self.queue.mark() if self.queue.lag else _it_has_come
@@ -91,7 +91,7 @@ class LastStep(Watch):
     def find(self) -> tuple[AppliedStep, bool] | None:
         """Returns the last finished step, and whether the forward of the next step has started.
 
-        Returns None before training, and while an optimizer changes weights.
+        Returns None before training, and while weights are not those of a finished step.
         """
         self.queue.drain(DRAINS_WITHIN_S)
         done = [step for step in list(self._steps) if step.applied()]

@@ -59,6 +59,8 @@ class SamLearner(Learner, Watch):
         moved: list[Tensor] = [parameter for parameter in params if parameter.grad is not None]
         kept = [parameter.detach().clone() for parameter in moved]
         try:
+            for watch in self.watches:
+                watch.at("update")
             self._move(moved, [parameter.grad for parameter in params if parameter.grad is not None])
             for parameter in params:
                 parameter.grad = None
@@ -66,6 +68,8 @@ class SamLearner(Learner, Watch):
                 super().accumulate_window(strategy, phase, window, factor, key)
         finally:  # a rescue (a save after a failure) needs the unmoved weights
             foreach_copy_([parameter.data for parameter in moved], kept)
+            for watch in self.watches:
+                watch.at("forward")
         return sums
 
     @torch.no_grad()

@@ -14,7 +14,7 @@ Log = RunLog | SilentLog
 
 
 Place = Literal["forward", "update"]
-"""Points of a step: "forward", before the first forward; "update", before the update, after the gradient exchange."""
+"""Points of a step: "forward", before forwards, with the last step's weights; "update", before weights change."""
 
 
 class StepResult(NamedTuple):
@@ -62,7 +62,7 @@ class Watch:
         """Called before each report of metrics."""
 
     def at(self, place: Place) -> None:
-        """Called when a step reaches `place`, and again if the step is retried after an out-of-memory error."""
+        """Called when a step reaches `place`, and again after it has moved weights back or run out of memory."""
 
     def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
         """Called after a step, when `progress` already counts it. record: the step, or None if it had no loss terms."""
