@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import ROOT, TINY, assert_same_bits
-from tests.gpu.runs import tiny
+from tests.conftest import ROOT, TINY, assert_same_bits, load
+from tests.gpu.runs import run, tiny
 from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 from tests.helpers.simulated_gpu.ranks import run_ranks
 from tests.helpers.weighted_task import Sequences, Weighted, WeightedFlags
@@ -123,6 +123,18 @@ def test_batches_wait_in_pinned_memory_until_they_were_copied():
         assert any("changed before it is known to have been copied" in mistake for mistake in GPUS.mistakes())
         GPUS.forget_mistakes()
         loader.close()
+
+
+@on_simulated_gpus()
+def test_sparse_batches_train_to_the_same_weights(tmp_path, cache_dir):
+    loaders.num_cores = lambda: 3
+    flags = ["--batch-size", 1, "--epochs", 3, "--num-workers", "auto", "--device", "cuda", "--num-threads", 1]
+    for name in ("Sparse", "Distil"):
+        task = f"{HELPERS / 'distilling_task.py'}:{name}"
+        run(cache_dir, "--task", task, *flags, "--save-dir", tmp_path / name)
+    assert " ms to train on" in told()[1]
+    sparse, dense = (load(tmp_path / name / "final.pth")["model"] for name in ("Sparse", "Distil"))
+    assert [*map(torch.equal, sparse.values(), dense.values())] == [True, True]
 
 
 @on_simulated_gpus()

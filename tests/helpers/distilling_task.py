@@ -39,6 +39,34 @@ class Distil(Shaped):
         return teacher(int(os.environ.get("TEACHER", 7)))
 
 
+class ToDense(nn.Module):
+    def forward(self, x):
+        return x.to_dense()
+
+
+class SparseTeacher(nn.Sequential):
+    def __init__(self):
+        super().__init__(ToDense(), teacher())
+        self.register_buffer("scale", torch.eye(NUM_FEATURES).to_sparse())
+
+    def get_extra_state(self):
+        return {"version": 1}
+
+
+class Sparse(Distil):
+    """Task with sparse features in its batches, and a teacher with a sparse buffer and an extra state."""
+
+    def collate(self, samples, keys):
+        batch = super().collate(samples, keys)
+        return batch | {"x": batch["x"].to_sparse()}
+
+    def build(self):
+        return nn.Sequential(ToDense(), super().build())
+
+    def load_teacher(self):
+        return SparseTeacher()
+
+
 class Tied(Shaped):
     def build_objective(self):
         student = nn.Linear(NUM_FEATURES, NUM_CLASSES)

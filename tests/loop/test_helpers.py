@@ -1,5 +1,8 @@
 """Helpers of an objective have its device and dtype, are frozen in eval mode, and are saved only as a digest."""
 
+from hashlib import blake2b
+
+import pytest
 import torch
 from torch import nn
 
@@ -9,6 +12,7 @@ from tests.helpers.distilling_task import Distil, Distilling, loss_of, teacher
 from tests.helpers.shaped_task import NUM_CLASSES, NUM_FEATURES, Points
 from trainer import load as load_model
 from trainer.loading.order import EpochOrder
+from trainer.loop.evaluate import digest_of
 
 FILE = ROOT / "tests" / "helpers" / "distilling_task.py"
 RUN = ["--dtype", "float64", "--num-threads", 1, "--device", "cpu", "--weight-decay", 0, "--save-dir"]
@@ -48,6 +52,26 @@ def test_a_run_resumed_with_another_teacher_warns(run_here, tmp_path, monkeypatc
     monkeypatch.setenv("TEACHER", "8")
     out, _ = run_here(*DISTIL, tmp_path, "--epochs", 3)
     assert "Changed since the checkpoint: the helper teacher" in out
+
+
+def test_batches_and_helpers_may_have_sparse_tensors_and_an_extra_state(run_here, tmp_path):
+    for name in ("Sparse", "Distil"):
+        run_here("--task", f"{FILE}:{name}", *RUN, tmp_path / name, "--epochs", 1)
+    sparse, dense = (load(tmp_path / name / "final.pth") for name in ("Sparse", "Distil"))
+    assert [*map(torch.equal, sparse["model"].values(), dense["model"].values())] == [True, True]
+    assert len(sparse["data_digest"]) == 16 and len(sparse["helpers"]["teacher"]) == 128
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("divided", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_digests_of_sparse_and_conjugate_tensors_depend_on_all_elements(divided):
+    dense, numbers = torch.tensor([[0.0, 2.0], [3.0, 0.0]]), torch.tensor([1 + 2j])
+    bits = dense.T.contiguous().numpy().tobytes() + numbers.numpy().tobytes()
+    assert digest_of([dense.T, numbers]) == blake2b(bits).hexdigest()
+    own, again, other, moved = (digest_of([divided(each)]) for each in (dense, dense.clone(), 2 * dense, dense.flip(0)))
+    assert own == again and len({own, other, moved}) == 3
+    assert digest_of([numbers.conj()]) == digest_of([numbers.conj().resolve_conj()]) != digest_of([numbers])
+    assert digest_of([{"scale": dense, "version": 1}, None]) == digest_of([dense])
 
 
 def test_helpers_follow_the_device_and_stay_frozen_in_eval_mode():

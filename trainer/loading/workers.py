@@ -165,7 +165,7 @@ class Workers:
         if not stream.trains:
             self._trial.last = None
         elif self.on_trial and self._trial.add(start, time.perf_counter()):
-            self._decide(sum(tensor.nbytes for tensor in batch.values()))
+            self._decide(sum(tensor.numel() * tensor.element_size() for tensor in batch.values()))
         return batch
 
     def _made(self, number: int, keys: SampleKeys) -> Batch:

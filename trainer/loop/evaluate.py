@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.checkpoint.format import brief
 from trainer.common.errors import UserError
 from trainer.common.files import plain
-from trainer.common.tensors import is_sharded
+from trainer.common.tensors import is_sharded, map_tensors
 from trainer.loading.batches import of_dtype
 from trainer.loading.order import SampleKeys
 from trainer.loading.workers import BatchLoader
@@ -223,11 +223,16 @@ def start_epoch(task: Task, learner: Learner, strategy: Strategy, epoch: int, lo
         )
 
 
-def digest_of(values: Iterable[Tensor]) -> str:
-    """Hashes the elements of unsharded tensors, such as the values of a module's state dict."""
+def digest_of(values: Iterable[Any]) -> str:
+    """Hashes the elements of unsharded tensors, such as the values of a module's state dict; ignores other values."""
     digest = blake2b()
-    for value in values:
-        if is_sharded(value):  # each process has a different shard
-            continue
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+
+    def add(value: Tensor) -> Tensor:
+        if value.layout != torch.strided:  # pickle divides a sparse tensor into dense tensors
+            map_tensors(value.__reduce_ex__(2)[1], add)
+        elif not is_sharded(value):  # each process has a different shard
+            digest.update(value.detach().cpu().resolve_conj().contiguous().flatten().view(torch.uint8).numpy().data)
+        return value
+
+    map_tensors([*values], add)
     return digest.hexdigest()

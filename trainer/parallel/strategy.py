@@ -139,11 +139,11 @@ class Strategy:
     def upload(self, batch: Batch) -> Batch:
         """Starts to copy a batch to the device while the device computes.
 
-        Kernels launched later wait for the copies. Skips entries that the host reads, and batches too small to matter
-        or so large that an early copy would take memory from the model.
+        Kernels launched later wait for the copies. Skips entries that the host reads, batches with sparse tensors, and
+        batches too small to matter or so large that an early copy would take memory from the model.
         """
         device = self.device
-        if device.type != "cuda":
+        if device.type != "cuda" or any(value.layout != torch.strided for value in batch.values()):
             return batch
         if not SMALLEST_UPLOAD <= sum(value.nbytes for value in batch.values() if not value.is_cuda) <= LARGEST_UPLOAD:
             return batch
