@@ -95,7 +95,8 @@ def test_num_workers_starts_workers_but_never_forks_a_process_with_cuda(tmp_path
     first = tiny(cache_dir, tmp_path / "first", *counting)
     start, changed = told()
     assert "Workers: 2 per rank. " in start
-    assert changed == "Workers: Counted.counts changed, but workers see the old value; set --num-workers 0."
+    start_of_remark = "Workers: Counted.counts changed, but workers see the old value; "
+    assert changed == f"{start_of_remark}if batches depend on it, set --num-workers 0."
     assert_same_bits(first, tiny(cache_dir, tmp_path / "second", *counting))
     assert "Workers: 0 per rank. " in told()[2]
     assert told()[3:] == [f"{HERE}this process already uses CUDA, so it cannot fork workers."]

@@ -69,6 +69,13 @@ class Stopped(Refreshing):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Scored(Weighted):
+    """Task that replaces its training data at the start of an epoch, as mining of hard samples does."""
+
+    def on_epoch_start(self, objective, epoch, progress):
+        self._splits["train"].scores = np.full(4, epoch)
+
+
 class Annealed(Weighted):
     """Task that sums the progress given by the keys of its samples."""
 

@@ -110,6 +110,13 @@ def test_the_start_reports_the_number_of_workers(train, tmp_path):
     assert not multiprocessing.active_children()
 
 
+def test_changed_data_that_workers_do_not_see_are_reported_once(run_here, tmp_path):
+    for num_workers in (0, 1):
+        argv = ["--task", f"{ROOT / 'tests' / 'helpers' / 'refreshing_task.py'}:Scored", *TINY[2:], "--epochs", 3]
+        out = run_here(*argv, "--num-workers", num_workers, "--save-dir", tmp_path / str(num_workers)).out
+        assert out.count("Workers: Sequences.scores changed, but workers see the old value; if ") == num_workers
+
+
 def test_scoring_a_finished_run_leaves_no_worker(train, tmp_path):
     train(tmp_path / "run", "--no-test")
     plain, loaded = (train(tmp_path / "run", "--eval-only", "--num-workers", number) for number in (0, 1))

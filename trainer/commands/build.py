@@ -428,7 +428,7 @@ def assemble_run(
         eval_batch_size=flags.batch.eval_batch_size or flags.batch.batch_size,
         progress=Progress(new_totals=totals_maker(strategy)),
         watches=[
-            *([Remarks(workers.take_remarks)] if strategy.device.type == "cuda" else []),
+            *([Remarks(workers.take_remarks)] if strategy.device.type == "cuda" or workers.num_workers > 0 else []),
             *build_watches(flags, task, learner, strategy, learning_rate.peak),
         ],
         model_outline={name: (weight.dtype, tuple(weight.shape)) for name, weight in model.state_dict().items()},

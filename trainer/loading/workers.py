@@ -121,7 +121,6 @@ class Workers:
         if CAN_FORK and torch.cuda.is_initialized():
             self._end("this process already uses CUDA, so it cannot fork workers")
             return
-        self._at_start = self._outline()
         self._prime()
 
     def load(self, number: int, keys: Iterable[SampleKeys], trains: bool, ahead: bool) -> Iterator[Batch]:
@@ -215,6 +214,8 @@ class Workers:
         while self._asked:
             self._receive()
         others = set(multiprocessing.active_children())
+        if self._at_start is None:  # the workers start now
+            self._at_start = self._outline()
         try:
             self._arriving = iter(self._processes)
         except BaseException:
@@ -246,15 +247,16 @@ class Workers:
         """Returns whether workers make batches; ends workers of `--num-workers auto` if data may have changed."""
         if self._processes is None or self.on_trial:
             return False
-        if self._at_start is None:
+        if not self._at_start:  # no worker runs yet, or a change was reported
             return True
         now, before = self._outline(), self._at_start
         changed = next((name for name in [*now, *before] if now.get(name) != before.get(name)), None)
         unknown = next((name for name, held in now.items() if held == UNKNOWN), None)
         if not self._is_auto:
-            self._at_start = None  # reports a change only once
             if changed is not None:
-                self._remarks.append(f"Workers: {changed} changed, but workers see the old value; set --num-workers 0.")
+                self._at_start = {}  # reports a change only once
+                advice = "if batches depend on it, set --num-workers 0"
+                self._remarks.append(f"Workers: {changed} changed, but workers see the old value; {advice}.")
         elif changed is not None:
             self._end(f"{changed} changes, which worker processes would not see")
         elif unknown is not None:
