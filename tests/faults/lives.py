@@ -91,7 +91,7 @@ class Life:
             first_step=resumed_step(job.output),
             batches=global_batches(folder, world_size, self.recipe.global_batch_size, self.recipe.num_samples),
         )
-        self.rescued |= set(map(int, re.findall(r"The state after optimizer step (\d+) is saved", job.output)))
+        self.rescued |= rescued_steps(job.output)
         assert not part.batches or part.first_step >= promised, f"step {promised} was lost:\n{job.output}"
         self.parts.append(part)
         return job
@@ -162,6 +162,11 @@ def assert_as_unbroken(life: Life, unbroken: Life, same_bits: bool) -> None:
         if event == "step":  # rank 0 may have been killed before it wrote that step's record
             others = [record for record in others if record in records or record["step"] not in life.rescued]
         assert records == others, f"other {event} records in metrics.jsonl"
+
+
+def rescued_steps(output: str) -> set[int]:
+    """Returns the optimizer steps after which a failing job said that it saved."""
+    return set(map(int, re.findall(r"The state after optimizer step (\d+) is saved", output)))
 
 
 def without_training(records: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed.run
 
 from tests.conftest import ROOT, load
-from tests.faults.lives import DOUBLE, HARD, Life, Recipe, assert_as_unbroken
+from tests.faults.lives import DOUBLE, HARD, Life, Recipe, assert_as_unbroken, rescued_steps
 from tests.faults.samples import Part, global_batches, promised_step, whole_lines
 from tests.helpers.processes import free_port
 from trainer.checkpoint.manifest import STATE
@@ -33,6 +33,8 @@ class Refuses(Weighted):
         if epoch == 1:
             raise UserError("the data ran away")
 """
+# Without this variable, torch 2.13 cannot change the number of nodes.
+CHANGES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 # On Linux, a user can give a process and its children another host name.
 ON_ANOTHER_HOST = ["unshare", "--user", "--map-root-user", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"']
@@ -45,15 +47,13 @@ def can_rename_hosts() -> bool:
 class Job:
     """Command line under torchrun on one or several nodes, which are all on this machine."""
 
-    def __init__(self, folder: Path, environment: dict[str, str], recipe: Recipe, *arguments) -> None:
+    def __init__(self, folder: Path, environment: dict[str, str], recipe: Recipe, *arguments, **variables) -> None:
         self.recipe = recipe
         self.directory = folder / "run"
         self.records = folder / "records"
         self.records.mkdir()
         self._mark = f"LOCKSTEP_RECORD={self.records}"
-        self._variables = environment | {"LOCKSTEP_RECORD": str(self.records), "CUDA_VISIBLE_DEVICES": ""}
-        # Otherwise torch 2.13 cannot change the number of nodes.
-        self._variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        self._variables = environment | variables | {"LOCKSTEP_RECORD": str(self.records), "CUDA_VISIBLE_DEVICES": ""}
         self._variables["GLOO_SOCKET_IFNAME"] = "lo"
         arguments = (*recipe.argv, "--save-dir", self.directory, *arguments)
         self._arguments = ["main_multi_gpu.py", "--multi-gpu", "ddp", *arguments]
@@ -153,7 +153,8 @@ class Job:
         return attempts
 
     def assert_as_unbroken(self, unbroken: Life, same_bits: bool) -> None:
-        assert_as_unbroken(Life(self.directory, self.recipe, self._parts(unbroken)), unbroken, same_bits)
+        life = Life(self.directory, self.recipe, self._parts(unbroken), rescued=rescued_steps(self.output))
+        assert_as_unbroken(life, unbroken, same_bits)
 
     def _parts(self, unbroken: Life) -> list[Part]:
         """Returns a part for each attempt that completed a step."""
@@ -183,8 +184,8 @@ def job(tmp_path, environment):
     """Returns a function that creates a job; kills its processes after the test."""
     made: list[Job] = []
 
-    def make(recipe, *arguments) -> Job:
-        made.append(Job(tmp_path, environment, recipe, *arguments))
+    def make(recipe, *arguments, **variables) -> Job:
+        made.append(Job(tmp_path, environment, recipe, *arguments, **variables))
         return made[-1]
 
     yield make
@@ -297,10 +298,29 @@ def start_nodes(run: Job, addresses, *options, minimum=1, maximum=2, port=None, 
             run.wait_for(lambda: is_listening(port), "rendezvous")
 
 
+@pytest.mark.parametrize("rendezvous", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
+def test_all_nodes_start_their_ranks_again_after_one_is_killed(rendezvous, unbroken, job):
+    """The agents keep their store, which contains the addresses of the killed ranks."""
+    run = job(HARD, "--delay-s", 0.02)
+    if rendezvous == "static":
+        options = "--nnodes=2", "--max-restarts=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"
+        for node in range(2):
+            run.start_node(*options, f"--node_rank={node}", "--nproc_per_node=1")
+    else:
+        start_nodes(run, ["127.0.0.2", "127.0.0.3"], minimum=2)
+    for attempt, killed in enumerate([1, 0], 1):
+        run.wait_for(lambda: len(run.attempts()) == attempt and run.has_trained(2, 10)(), "progress")  # noqa: B023
+        os.kill(run.workers()[killed][0], signal.SIGKILL)
+    run.finish()
+    assert len(run.attempts()) == 3
+    run.assert_as_unbroken(unbroken(HARD, 2), same_bits=True)
+    assert state_of(run.directory) == "finished"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_the_other_nodes_continue_after_a_node_is_lost(lost, unbroken, job):
-    run = job(DOUBLE, "--delay-s", 0.02)
+    run = job(DOUBLE, "--delay-s", 0.02, **CHANGES)
     hosts = ("here", "there") if can_rename_hosts() else (None, None)
     start_nodes(run, ["127.0.0.2", "127.0.0.1" if lost == 0 else "127.0.0.3"], host_names=hosts)
     run.wait_for(run.has_trained(2, 20), "progress")
@@ -317,7 +337,7 @@ def test_the_other_nodes_continue_after_a_node_is_lost(lost, unbroken, job):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_node_may_join_later(rank, unbroken, job):
-    run = job(DOUBLE, "--delay-s", 0.04, "--fresh")
+    run = job(DOUBLE, "--delay-s", 0.04, "--fresh", **CHANGES)
     port = free_port()
     start_nodes(run, ["127.0.0.2"], port=port)
     run.wait_for(run.has_trained(1, 10), "progress")
@@ -339,7 +359,7 @@ def test_a_third_node_joins_and_another_is_lost(unbroken, job):
 
     This happens when the other agent sees the third node first. A long monitor interval makes it certain.
     """
-    run = job(DOUBLE, "--delay-s", 0.06)
+    run = job(DOUBLE, "--delay-s", 0.06, **CHANGES)
     port = free_port()
     start_nodes(run, ["127.0.0.2", "127.0.0.3"], "--monitor-interval=2", maximum=3, port=port)
     run.wait_for(run.has_trained(2, 10), "progress")

@@ -10,7 +10,6 @@ import torch
 
 from tests.parallel.test_launch import free_port
 from tests.profiling.conftest import CPU, TORCHRUN
-from trainer.common.errors import UserError
 from trainer.failure.errors import Failure
 from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.parallel.environment import RankEnvironment
@@ -92,7 +91,7 @@ def test_processes_that_exit_while_joining_are_reported_in_one_line(alone, monke
         raise RuntimeError("[third_party/gloo/pair.cc:553] Connection closed by peer\nmore")
 
     monkeypatch.setattr(ProcessGroup, "gather", lost)
-    with pytest.raises(UserError, match=r"rank 0 of 1 could not join .* --dist-timeout-s 5: .*by peer$"):
+    with pytest.raises(Failure, match=r"rank 0 of 1 could not join .* --dist-timeout-s 5: .*by peer$"):
         ProcessGroup(alone, MultiDeviceFlags("ddp", dist_timeout_s=5.0), DeviceFlags("cpu"))
     assert not torch.distributed.is_initialized()
 

@@ -17,7 +17,6 @@ BY_HAND = (
     'bash -c \'export RANK={rank} WORLD_SIZE={world_size} LOCAL_RANK={local_rank} MASTER_ADDR="first host" '
     "MASTER_PORT=29500; exec python main_multi_gpu.py --multi-gpu ddp ...'"
 )
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 MOST = 10**6
 """Largest accepted value of a numeric environment variable."""
 _NUMBER = re.compile("[0-9]{1,20}")
@@ -29,8 +28,7 @@ class RankEnvironment:
     """Rank of this process, and rendezvous address of the run's processes.
 
     rank, world_size, local_rank, local_world_size: as defined by torchrun; the local values are None if unknown.
-    init_method: URL for `init_process_group`. attempt: number of restarts if the launcher's store may contain entries
-    of earlier attempts, else 0.
+    init_method: URL for `init_process_group`.
     """
 
     rank: int
@@ -38,7 +36,6 @@ class RankEnvironment:
     local_rank: int | None = None
     local_world_size: int | None = None
     init_method: str = "env://"
-    attempt: int = 0
 
     @property
     def is_self_launched(self) -> bool:
@@ -87,7 +84,7 @@ def read_rank_environment(
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         if not environ.get(name)
     ]
-    texts = {name: environ[name] for name in (*NUMBERS, RESTARTS) if environ.get(name)}
+    texts = {name: environ[name] for name in NUMBERS if environ.get(name)}
     numbers = {name: int(text) for name, text in texts.items() if _NUMBER.fullmatch(text)}
     problems += [
         f"{name}={shortened(texts[name])}: must be a whole number from 0 to {MOST}; correct this environment variable"
@@ -109,12 +106,9 @@ def read_rank_environment(
         problems.append(f"MASTER_PORT={numbers['MASTER_PORT']}: must be from 1 to 65535; change this variable")
     if problems:
         return None, problems
-    # With several torchrun agents, each attempt has a new store, and agents may count restarts differently.
-    is_one_agent = numbers.get("LOCAL_WORLD_SIZE") == numbers["WORLD_SIZE"]
-    attempt = numbers.get(RESTARTS, 0) if is_one_agent else 0
     local = numbers.get("LOCAL_RANK"), numbers.get("LOCAL_WORLD_SIZE")
     meeting_place = "tcp://{MASTER_ADDR}:{MASTER_PORT}".format(**environ) if scheduled else "env://"
-    return RankEnvironment(numbers["RANK"], numbers["WORLD_SIZE"], *local, meeting_place, attempt), []
+    return RankEnvironment(numbers["RANK"], numbers["WORLD_SIZE"], *local, meeting_place), []
 
 
 def torchrun_agent() -> str | None:

@@ -65,7 +65,7 @@ class ProcessGroup(Group):
         """Joins the other processes and selects this process's device.
 
         facts: plain values by name, such as flags, that must be equal on all processes. Raises UserError on all
-        processes if a process does not join, or if facts differ.
+        processes if facts differ, and Failure if a process does not join.
         """
         super().__init__()
         self.rank, self.world_size = environment.rank, environment.world_size
@@ -143,7 +143,7 @@ class ProcessGroup(Group):
             raise Failure(problem) from None
 
     def _meet(self, environment: RankEnvironment, backend: str) -> tuple[dist.Store, list[Member]]:
-        """Joins the other processes. Raises UserError on every process if some processes do not join."""
+        """Joins the other processes. Prints an error and raises Failure on every process if some do not join."""
         rank, world_size, timeout_s = self.rank, self.world_size, self._timeout_s
 
         def meet() -> tuple[dist.Store, list[Member]]:
@@ -161,10 +161,12 @@ class ProcessGroup(Group):
                 raise RuntimeError("no answer")
             return met
         except RuntimeError as error:  # a DistError, or an error of gloo or a file store
-            raise UserError(
+            problem = (
                 f"rank {rank} of {world_size} could not join the other ranks at {environment.meeting_place} within "
                 f"--dist-timeout-s {timeout_s:g}: {reason(error)}"
-            ) from None
+            )
+            print_error(problem)
+            raise Failure(problem) from None
 
     @property
     def device_timeout_s(self) -> float:

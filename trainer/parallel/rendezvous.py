@@ -1,9 +1,11 @@
 """Rendezvous of a run's processes: checks that each rank joins once, and that all ranks have the same flags."""
 
 import itertools
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from hashlib import blake2b
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +18,7 @@ MOST_NAMED = 8
 """Maximum number of differing values, or of ranks, that a message lists."""
 ALIKE = "start all ranks with the same command, and each job with its own MASTER_PORT"
 SIZE = "WORLD_SIZE of rank 0"
+POLL_S = 0.05
 
 _runs = itertools.count()
 """Counts the runs of this process; all processes of a run have the same count."""
@@ -30,12 +33,34 @@ def join(environment: RankEnvironment, timeout_s: float) -> dist.Store:
     rank, world_size, timeout = environment.rank, environment.world_size, timedelta(seconds=timeout_s)
     store, _, _ = next(dist.rendezvous(environment.init_method, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
-    # A store may outlive a run's processes; later attempts and runs must not read its old entries.
-    store = dist.PrefixStore(f"attempt {environment.attempt} run {next(_runs)}", store)
-    # torchrun assigns unique ranks; after a restart of several agents, earlier entries would look like duplicates.
-    if not is_under_torchrun():
-        _claim_rank(store, environment, deadline)
+    # A store may outlive a run's processes; later runs and attempts must not read its old entries.
+    store = dist.PrefixStore(f"run {next(_runs)}", store)
+    if is_under_torchrun():  # which assigns unique ranks, and may keep the store when it starts the processes again
+        return dist.PrefixStore(_name_of_attempt(store, rank, world_size, deadline), store)
+    _claim_rank(store, environment, deadline)
     return store
+
+
+def _name_of_attempt(store: dist.Store, rank: int, world_size: int, deadline: float) -> str:
+    """Waits for all processes; returns a name that they agree on and that no earlier processes have used.
+
+    The name is the hash of a random number from each rank. It counts once every rank has confirmed it, so the number
+    of a dead process, which a restarted process of this rank replaces, is in no name that counts.
+    """
+    own, numbers = secrets.token_hex(16), [f"number of rank {other}" for other in range(world_size)]
+    store.set(numbers[rank], own)
+    awaited = numbers
+    while time.monotonic() < deadline:
+        if store.check(numbers):
+            found = store.multi_get(numbers)
+            name = blake2b(b"".join(found), digest_size=16).hexdigest()
+            awaited = [f"{name} of rank {other}" for other in range(world_size)]
+            if found[rank] == own.encode():
+                store.set(awaited[rank], "")
+                if store.check(awaited):
+                    return name
+        time.sleep(POLL_S)
+    raise RuntimeError(_missing(store, awaited) or f"another process joined as rank {rank}")
 
 
 def _claim_rank(store: dist.Store, environment: RankEnvironment, deadline: float) -> None:
@@ -54,13 +79,19 @@ def _claim_rank(store: dist.Store, environment: RankEnvironment, deadline: float
     try:
         store.wait(claims, _until(deadline))
     except RuntimeError:
-        missing = [str(other) for other, claim in enumerate(claims) if not store.check([claim])]
+        missing = _missing(store, claims)
         if not missing:
             raise
-        named = ", ".join(missing[:MOST_NAMED] + ["..."] * (len(missing) > MOST_NAMED))
         twice = [str(other) for other, claim in enumerate(claims) if store.check([claim]) and store.add(claim, 0) > 1]
         also = f", and several processes joined as rank {', '.join(twice[:MOST_NAMED])}" if twice else ""
-        raise RuntimeError(f"rank {named} did not join{also}") from None
+        raise RuntimeError(f"{missing}{also}") from None
+
+
+def _missing(store: dist.Store, claims: Sequence[str]) -> str:
+    """Names the ranks whose key is not in the store; returns "" if there are none."""
+    missing = [str(rank) for rank, claim in enumerate(claims) if not store.check([claim])]
+    named = ", ".join(missing[:MOST_NAMED] + ["..."] * (len(missing) > MOST_NAMED))
+    return f"rank {named} did not join" if missing else ""
 
 
 def _until(deadline: float) -> timedelta:
