@@ -34,7 +34,7 @@ from trainer.common.files import with_nan
 from trainer.common.process import to_stderr
 from trainer.config import arguments_of, refuse
 from trainer.failure.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, Failure
-from trainer.failure.signals import STOP_SIGNALS, LeftAtOnce, handlers_restored
+from trainer.failure.signals import STOP_SIGNALS, LeftAtOnce, handlers_restored, ignore_until_exit
 from trainer.flags import RETIRED, TRAINER_GROUPS, ExportFlags, MultiDeviceFlags, PredictFlags, SeveralFlags
 from trainer.loading.torch_datasets import draws_put_back
 from trainer.parallel.environment import RankEnvironment, is_launched
@@ -263,6 +263,8 @@ def _fit_here(flags: Flags, argv: Sequence[str], environment: RankEnvironment | 
             status = run_command(flags, argv, strategy)
             metrics, state = strategy.group.on_main(lambda: (_metrics_at_end(run), run.state))
     if state == "preempted" and (environment is not None or status != EXIT_INTERRUPTED):
+        if environment is not None:
+            ignore_until_exit()
         sys.exit(status)
     return Fitted(metrics, run)
 

@@ -24,6 +24,7 @@ from trainer.common.errors import UserError
 from trainer.common.process import prepare_streams, to_stderr
 from trainer.config import flag_name, refuse
 from trainer.failure.errors import EXIT_BAD_INPUT, EXIT_FINISHED, Failure, exit_at_once, print_refusal
+from trainer.failure.signals import ignore_until_exit
 from trainer.flags import LearningFlags, MultiDeviceFlags
 from trainer.logs.background import some_are_left
 from trainer.logs.console import say
@@ -53,6 +54,7 @@ def run_process(
         faulthandler.enable(file=2)
     prepare_streams()
     status = main(argv, several_devices, environment, task_type, tasks)
+    ignore_until_exit()
     if some_are_left():
         exit_at_once(status)
     if status != EXIT_FINISHED:

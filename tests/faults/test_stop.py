@@ -221,6 +221,25 @@ def test_without_kernel_locks_no_folder_is_removed(monkeypatch, tmp_path):
         assert {path.name for path in tmp_path.iterdir()} == {f"{FOLDER}stale", Path(folder).name}
 
 
+def test_signals_while_python_exits_keep_the_status(environment):
+    """Python deletes a script's objects after it has reset the signal handlers."""
+    script = """
+import os, signal, sys
+from trainer.cli import run_process
+
+class Deleted:
+    def __del__(self):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        os.write(1, b"the end")
+
+deleted = Deleted()
+sys.exit(run_process(["--print-config"], several_devices=False))
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith("the end"), done
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_second_ctrl_c_exits_at_once(world_size, environment, tmp_path):

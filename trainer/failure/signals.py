@@ -92,6 +92,16 @@ def handlers_restored() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def ignore_until_exit() -> None:
+    """Ignores stop signals but Ctrl-C, since the interpreter resets handlers while it exits, and a signal would kill.
+
+    A launcher would take a killed process for a failure, although its run is saved. Schedulers may signal twice.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in set(STOP_SIGNALS) - {signal.SIGINT}:
+            signal.signal(number, signal.SIG_IGN)
+
+
 def exit_quickly() -> None:
     """Speeds up this process's exit by up to 1 s: garbage collection at exit skips all objects."""
     gc.freeze()
