@@ -6,6 +6,7 @@ import faulthandler
 import functools
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -129,6 +130,8 @@ def read_command_line(
         problems += [with_origins(problem, flags.origins) for problem in contradictions]
     if flags.several.wanted and environment is not None:
         problems.append(f"{flags.several.as_given}: starts its own processes; run it without torchrun or srun")
+    if environment is not None and environment.local_world_size != environment.world_size:
+        problems = [f"rank {environment.rank} on {socket.gethostname()}: {problem}" for problem in problems]
     if problems and environment is not None and not environment.tells_user:
         time.sleep(TOLD_WITHIN_S)
         raise Failure("\n".join(problems), EXIT_BAD_INPUT)

@@ -1,6 +1,7 @@
 """The variables of torchrun, srun and mpirun are read, and contradictions among them are refused."""
 
 import json
+import socket
 import subprocess
 import sys
 
@@ -104,6 +105,14 @@ def test_a_rank_that_cannot_join_the_others_fails(cli, tmp_path, monkeypatch):
     assert not contents(tmp_path)
 
 
+def test_a_message_of_one_of_several_machines_names_the_machine(refused, tmp_path, monkeypatch):
+    for name, value in GOOD.items():
+        monkeypatch.setenv(name, value)
+    args = ["--multi-gpu", "ddp", "--task", "seqrec", "--data-dir", tmp_path / "none", "--save-dir", tmp_path / "run"]
+    told = f"rank 1 on {socket.gethostname()}: --data-dir {tmp_path / 'none'}: no such file or folder"
+    refused([told], *args, several_devices=True)
+
+
 # --- srun and mpirun ---------------------------------------------------------------------------------------------
 
 
@@ -115,6 +124,7 @@ def of_rank(variables, rank):
     ("nodes", "first"),
     [
         ("vm", "vm"), ("a1,a2", "a1"), ("node[03-07,9],other", "node03"), ("n[1,4]-ib,x", "n1-ib"), ("", ""),
+        ("rack[1-2]node[3-4]", "rack1node3"), ("tux[0-3]-[0-3],vm", "tux0-0"), ("a-1,b[2-3]", "a-1"),
     ],
 )  # fmt: skip
 def test_the_first_of_a_list_of_nodes_is_found(nodes, first):
@@ -130,6 +140,7 @@ def test_a_step_of_several_nodes_meets_on_the_first():
     assert not environment.is_self_launched
     given = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     assert read_rank_environment(variables | given, ddp())[0].init_method == "tcp://10.0.0.1:29500"
+    assert read_rank_environment(variables | {"MASTER_ADDR": "::1"}, ddp())[0].init_method.startswith("tcp://[::1]:2")
     another = read_rank_environment(variables | {"SLURM_STEP_ID": "1"}, ddp())[0]
     assert another.init_method != environment.init_method
 

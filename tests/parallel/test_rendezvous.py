@@ -1,6 +1,7 @@
 """Processes that start one run together are refused if they differ, if one is missing, or if there are too many."""
 
 import json
+import socket
 import threading
 import time
 from contextlib import nullcontext
@@ -211,6 +212,17 @@ def test_ranks_with_other_flags_are_refused_before_anything_is_written(meet, tmp
     ended = meet((0, ["--save-dir", folder]), (1, ["--save-dir", folder, "--seed", 5, "--num-train", 25]))
     assert_refused(ended, "--seed is 5 instead of 0", "--num-train is 25 instead of 24")
     assert not folder.exists()
+
+
+def test_a_rank_that_lacks_a_file_is_named_with_its_host(meet, tmp_path):
+    (tmp_path / "table.csv").write_text("x,y\n" + "1,a\n2,b\n" * 20)
+    own = [(rank, ["--data-dir", tmp_path / name]) for rank, name in enumerate(["table.csv", "missing.csv"])]
+    task = ["--task", "tabular", "--label", "y", "--num-threads", 1, "--save-dir", tmp_path / "run"]
+    statuses, messages, _ = meet(*own, task=task)
+    assert statuses == [2, 2] and not messages[1], messages
+    (message,) = messages[0]
+    missing = tmp_path / "missing.csv"
+    assert message.startswith(f"error: rank 1 on {socket.gethostname()}: --data-dir {missing}: no such file")
 
 
 @pytest.mark.slow

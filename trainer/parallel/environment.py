@@ -107,7 +107,10 @@ def read_rank_environment(
     if problems:
         return None, problems
     local = numbers.get("LOCAL_RANK"), numbers.get("LOCAL_WORLD_SIZE")
-    meeting_place = "tcp://{MASTER_ADDR}:{MASTER_PORT}".format(**environ) if scheduled else "env://"
+    meeting_place = "env://"
+    if scheduled:
+        address = environ["MASTER_ADDR"]
+        meeting_place = f"tcp://{f'[{address}]' if ':' in address else address}:{environ['MASTER_PORT']}"
     return RankEnvironment(numbers["RANK"], numbers["WORLD_SIZE"], *local, meeting_place), []
 
 
@@ -202,9 +205,9 @@ def _of_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodes: str) -> str:
-    """Returns the first host of a SLURM node list: "node[03-07,9],other" -> "node03"."""
-    match = re.match(r"([^\[,]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodes)
-    return "".join(part or "" for part in match.groups()) if match else ""
+    """Returns the first host of a SLURM node list: "rack[1-2]node[03-07,9],other" -> "rack1node03"."""
+    first = re.match(r"(\[[^\]]*\]|[^\[,])*", nodes)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else ""
 
 
 def _port(job: str) -> str:

@@ -1,5 +1,6 @@
 """Interface to the processes of a run and their collectives."""
 
+import socket
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from trainer.failure.diagnosis import Diagnosis
 from trainer.failure.errors import EXIT_BAD_INPUT, Failure, print_refusal
 from trainer.failure.heartbeat import CurrentActivity
 from trainer.parallel.devices import device_label
-from trainer.parallel.rendezvous import refuse_differences
+from trainer.parallel.rendezvous import listed, refuse_differences
 
 T = TypeVar("T")
 
@@ -109,11 +110,22 @@ class Group:
         return function()
 
     def together(self, function: Callable[[], T]) -> T:
-        """Calls a function on every process; if any raises UserError, all raise it with the combined messages."""
+        """Calls a function on every process; if any raises UserError, all raise it with the combined messages.
+
+        A message of only some ranks begins with these ranks and their hosts.
+        """
         result, refusal = result_or_refusal(function)
-        refusals = dict.fromkeys(str(error) for error in self.gather(refusal) if error is not None)
-        if refusals:
-            raise UserError("\n".join(refusals))
+        lines = dict.fromkeys(str(refusal).split("\n")) if refusal is not None else {}
+        sources: dict[str, list[str]] = {}
+        for rank, (found, host) in enumerate(self.gather((lines, socket.gethostname()))):
+            for line in found:
+                sources.setdefault(line, []).append(f"{rank} on {host}")
+        if sources:
+            told = [
+                line if len(ranks) == self.world_size else f"rank {listed(ranks)}: {line}"
+                for line, ranks in sources.items()
+            ]
+            raise UserError("\n".join(told))
         return result  # type: ignore[return-value]
 
     def agrees(self, value: object) -> bool:

@@ -83,15 +83,19 @@ def _claim_rank(store: dist.Store, environment: RankEnvironment, deadline: float
         if not missing:
             raise
         twice = [str(other) for other, claim in enumerate(claims) if store.check([claim]) and store.add(claim, 0) > 1]
-        also = f", and several processes joined as rank {', '.join(twice[:MOST_NAMED])}" if twice else ""
+        also = f", and several processes joined as rank {listed(twice)}" if twice else ""
         raise RuntimeError(f"{missing}{also}") from None
 
 
 def _missing(store: dist.Store, claims: Sequence[str]) -> str:
     """Names the ranks whose key is not in the store; returns "" if there are none."""
     missing = [str(rank) for rank, claim in enumerate(claims) if not store.check([claim])]
-    named = ", ".join(missing[:MOST_NAMED] + ["..."] * (len(missing) > MOST_NAMED))
-    return f"rank {named} did not join" if missing else ""
+    return f"rank {listed(missing)} did not join" if missing else ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """Joins at most MOST_NAMED names with commas."""
+    return ", ".join([*names[:MOST_NAMED], *["..."] * (len(names) > MOST_NAMED)])
 
 
 def _until(deadline: float) -> timedelta:
