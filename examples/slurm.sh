@@ -24,8 +24,8 @@
 #   has --signals-to-handle and --shutdown-timeout for this purpose, but the script also supports torch 2.8.)
 #   The workers stop together, save, and return 0, and torchrun and srun return 0, too.
 #
-# A node that fails leaves the run's lock in --save-dir. SLURM then requeues the job. The requeued job may take over the
-# lock, because it has the same job id and a higher restart count.
+# A node that fails leaves the run's lock in --save-dir. SLURM then requeues the job, which takes over the lock once it
+# has not been renewed for 60 s.
 
 set -u
 
@@ -69,6 +69,8 @@ export MASTER_ADDR MASTER_PORT
 MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
 export -f train_on_node wait_for
+# Since SLURM 22.05, srun no longer takes --cpus-per-task from the job, and torchrun and its ranks may get one core.
+if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 
 asked_to_stop=no
 srun --kill-on-bad-exit=1 bash -c 'train_on_node "$@"' train_on_node "$@" &

@@ -303,6 +303,13 @@ def test_a_slurm_job_is_requeued_only_if_its_run_was_preempted_when_time_was_up(
     assert ("Not queueing job 17 again" in out) is (asked and not again)
 
 
+def test_a_slurm_job_passes_its_cores_on(environment, tmp_path):
+    cores = {"SLURM_CPUS_PER_TASK": "16"}
+    job = Job(tmp_path, environment | cores, torchrun="""echo "cores: $SRUN_CPUS_PER_TASK" """)
+    status, out = job.run()
+    assert (status, out) == (0, "cores: 16\n")
+
+
 def test_a_slurm_job_needs_save_dir(environment, tmp_path):
     job = Job(tmp_path, environment, torchrun="touch $HOME/started")
     status, out = job.run("--config", "my.toml", into="")

@@ -36,8 +36,8 @@ def arguments_of(tokens: list[str]) -> list[str]:
 def what_srun_starts(block) -> str:
     """Returns the command that each task runs."""
     (command,) = (command for command in commands_of(block) if command.startswith("srun "))
-    _, flag, *started = shlex.split(command)
-    assert flag.startswith("--ntasks-per-node=")
+    _, ranks, cores, *started = shlex.split(command)
+    assert ranks.startswith("--ntasks-per-node=") and cores.startswith("--cpus-per-task=")
     return started[-1] if started[:2] == ["bash", "-c"] else shlex.join(started)
 
 

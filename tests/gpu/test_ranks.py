@@ -6,8 +6,11 @@ from tests.conftest import TINY, assert_same_bits, load
 from tests.gpu.runs import EXACT, assert_same, run, tiny
 from tests.gpu.test_memory import ROOM, WIDE
 from tests.gpu.test_training import HELPERS, POISONED
+from tests.helpers.processes import free_port
 from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 from tests.helpers.simulated_gpu.ranks import run_ranks
+from trainer.cli import main
+from trainer.parallel.environment import RankEnvironment
 
 # The last global batch of an epoch has 3 samples instead of 5, and steps with the poisoned sample are skipped.
 PIECES = [
@@ -38,6 +41,15 @@ def test_ranks_match_the_cpu(form, tmp_path, cache_dir):
     assert f" over gloo: {devices}" in GPUS.printed()
     run(cache_dir, *PIECES, "--device", "cpu", "--save-dir", tmp_path / "cpu")
     assert_same(tmp_path / "ranks", tmp_path / "cpu")
+
+
+@pytest.mark.parametrize("more", [[], ["--gpu-ids", "1"]])
+@on_simulated_gpus(2)
+def test_gpus_without_a_rank_are_counted(more, tmp_path, cache_dir):
+    alone = RankEnvironment(0, 1, 0, 1, f"tcp://127.0.0.1:{free_port()}")
+    argv = [*TINY, "--multi-gpu", "ddp", "--backend", "gloo", *more, "--save-dir", tmp_path / "run"]
+    assert main([*map(str, argv), "--cache-dir", str(cache_dir / "lockstep")], True, alone) == 0
+    assert ("Unused GPUs on the machine of rank 0: 1. " in GPUS.printed()) is (not more)
 
 
 @pytest.mark.slow

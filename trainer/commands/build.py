@@ -328,6 +328,8 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
         *[remark for watch in run.watches for remark in watch.remarks()],
         *run.learner.buffers.forward_state.remarks(world_size),
     ]
+    if idle := strategy.group.num_idle_gpus:
+        lines.append(f"Unused GPUs on the machine of rank 0: {idle}. To use all, start one rank per GPU.")
     is_gpu = strategy.device.type == "cuda"
     if flags.blocks.cuda_graphs == "on" and not is_gpu:
         lines.append("--cuda-graphs on: has no effect without a GPU.")

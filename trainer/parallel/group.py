@@ -33,7 +33,8 @@ class Group:
 
     devices: devices of this process; the first one is PyTorch's current GPU. rank, world_size: as in torch.distributed.
     local_world_size: number of the run's processes on this machine. is_launched: whether a launcher restarts all
-    processes together, so that a single process cannot retry a step. exits_with_signal: whether a run stopped by signal
+    processes together, so that a single process cannot retry a step. num_idle_gpus: number of GPUs that this process
+    sees but for which a launcher started no rank on this machine. exits_with_signal: whether a run stopped by signal
     n exits with status 128 + n, which torchrun would treat as a failure. activity: records what this process is doing.
     diagnosis: explains failures once for all processes.
     """
@@ -42,6 +43,7 @@ class Group:
     world_size: int = 1
     local_world_size: int = 1
     is_launched: bool = False
+    num_idle_gpus: int = 0
     exits_with_signal: bool = True
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:

@@ -93,6 +93,8 @@ class ProcessGroup(Group):
             self.hosts = [host for host, *_ in members]
             same_host = [other for other, host in enumerate(self.hosts) if host == self.hosts[rank]]
             self.local_world_size = environment.local_world_size or len(same_host)
+            if not environment.is_self_launched:
+                self.num_idle_gpus = max(0, len(gpus) - len(same_host))
             local_rank = same_host.index(rank) if environment.local_rank is None else environment.local_rank
             with self._told_once():
                 self._take_device(local_rank, gpus)
