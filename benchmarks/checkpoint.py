@@ -75,7 +75,7 @@ class Timer:
                 self.stalls.append(time.perf_counter() - self.started)
 
     def _end_block(self, saved: bool) -> None:
-        self.run.group.on_main(self.run.saver.finish)
+        self.run.await_saver(self.run.saver.finish)
         self.wait()
         (self.with_save if saved else self.without).append(time.perf_counter() - self.started)
         if saved:
@@ -93,7 +93,7 @@ class Timer:
         del tensors
         started = time.perf_counter()
         save(self.run)
-        self.run.group.on_main(self.run.saver.finish)
+        self.run.await_saver(self.run.saver.finish)
         self.blocking.append(time.perf_counter() - started)
 
 

@@ -62,6 +62,7 @@ def test_start_returns_at_once_and_finish_returns_when_saved(directory, gate):
     gate.clear()
     saver.start(moment(1))
     assert not (directory.path / "checkpoint_1.pth").exists()
+    assert not saver.wait(0) and not saver.finish(0)
     gate.set()
     saver.finish()
     assert steps_on_disk(directory) == [1]

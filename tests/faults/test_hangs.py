@@ -225,6 +225,25 @@ def test_a_rank_that_dies_while_others_wait_for_the_device_is_named(environment,
     assert (state["state"], f"error: {state['message']}") == ("failed", error)
 
 
+def let_the_first_write_take_5_s():
+    """Delays the flush of a checkpoint's first file."""
+    fsync, delays = os.fsync, iter([5.0])
+
+    def delayed(descriptor):
+        if "checkpoint_" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            time.sleep(next(delays, 0.0))
+        fsync(descriptor)
+
+    os.fsync = delayed
+    return lambda: None
+
+
+def test_a_write_may_take_longer_than_ranks_wait(environment, tmp_path):
+    argv = ["--multi-gpu", "ddp", *TINY, "--dist-timeout-s", 4, "--save-dir", tmp_path / "run", "--epochs", 1]
+    statuses = forks.run_group(argv, 2, environment | NO_GPU, tmp_path / "out", let_the_first_write_take_5_s)
+    assert statuses == [0, 0], (tmp_path / "out").read_text()
+
+
 # --- other launchers ---------------------------------------------------------------------------------------------
 
 

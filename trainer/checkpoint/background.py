@@ -103,25 +103,34 @@ class BackgroundSaver:
         copy = snapshot(state, self._reusable)
         self._reusable = None
         self._unsaved = [old for old in self._unsaved if old["is_best"] and not copy["is_best"]] + [copy]
-        # not a daemon, so that the interpreter waits for the write before it exits
-        thread = threading.Thread(target=self._write_in_thread, name=THREAD_NAME)
-        thread.start()
-        self._thread = thread
+        self._start_thread(may_lack_room=True)
 
-    def wait(self) -> None:
-        """Waits for the current write. Raises the write's error unless the disk was full."""
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits for the current write; returns False if it takes longer than `timeout_s` seconds.
+
+        Raises the write's error unless the disk was full.
+        """
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                return False
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+        return True
 
-    def finish(self) -> None:
-        """Waits until all copies are on disk. Raises UserError if a write fails or the disk is full."""
-        self.wait()
-        self._no_room = None
-        self._write()
+    def finish(self, timeout_s: float | None = None) -> bool:
+        """Waits until all copies are on disk; returns False if one write takes longer than `timeout_s` seconds.
+
+        Raises UserError if a write fails or the disk is full.
+        """
+        while self.wait(timeout_s):
+            if not self._unsaved:
+                return True
+            self._no_room = None
+            self._start_thread(may_lack_room=False)
+        return False
 
     def end(self) -> str | None:
         """Waits for the current write when a run ends or fails. Returns an error message, or None."""
@@ -136,15 +145,19 @@ class BackgroundSaver:
         no_room, self._no_room = self._no_room, None
         return f"{no_room.problem}; training continues, and the next save tries again" if no_room else None
 
-    def _write_in_thread(self) -> None:
-        try:
-            self._write()
-        except NoRoom as no_room:
-            self._no_room = no_room
-        except BaseException as error:  # re-raised in the waiting thread
-            self._error = error
+    def _start_thread(self, may_lack_room: bool) -> None:
+        # not a daemon, so that the interpreter waits for the write before it exits
+        thread = threading.Thread(target=self._write, args=(may_lack_room,), name=THREAD_NAME)
+        thread.start()
+        self._thread = thread
 
-    def _write(self) -> None:
-        while self._unsaved:
-            self._write_state(self._unsaved[0])
-            self._reusable = self._unsaved.pop(0)
+    def _write(self, may_lack_room: bool) -> None:
+        try:
+            while self._unsaved:
+                self._write_state(self._unsaved[0])
+                self._reusable = self._unsaved.pop(0)
+        except BaseException as error:  # re-raised in the waiting thread
+            if may_lack_room and isinstance(error, NoRoom):
+                self._no_room = error
+            else:
+                self._error = error

@@ -286,7 +286,7 @@ def open_run(
             run.log.say(f"{source.parent} lacks the best checkpoint (epoch {best.epoch}), so the best score is reset.")
             run.progress.best = None
         save(run, value, is_best)
-        strategy.group.on_main(run.saver.finish)
+        run.await_saver(run.saver.finish)
 
 
 def size_of_checkpoint(learner: Learner) -> int:

@@ -47,6 +47,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     if not rows:
         # This run continues from the saved totals, as a resumed run does, so that both add sums in the same order.
         _share(strategy.group, progress, totals)
+    run.await_saver(run.saver.wait)
     strategy.group.activity.enter("saving")
     state = strategy.full_state(learner.objective, learner.optimizers)
     weights = state["model"]
@@ -57,7 +58,6 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     def save_on_main() -> None:
         refuse_non_finite(learner, weights, progress, run.learning_rate.peak)
         refuse_another_model(weights, run.model_outline, progress.step)
-        run.saver.wait()
         report_saving(run.saver, run.log)
         run.saver.start(state_of(learner, state, progress, totals) | run.facts | verdict)
 

@@ -1,6 +1,6 @@
 """A training run: the objects that one process trains with."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +24,9 @@ from trainer.loop.windows import Window, training_windows
 from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
 from trainer.task import Task
+
+ROUND_S = 0.5
+"""Seconds that rank 0 waits for a write before it answers the other ranks."""
 
 
 @dataclass
@@ -94,6 +97,14 @@ class Run:
             return
         if type(self.task).on_epoch_start is Task.on_epoch_start:
             self.prepared["train"] = self.windows(replace(self.progress, position=start), ahead=True)
+
+    def await_saver(self, done_within: Callable[[float], bool]) -> None:
+        """Calls `saver.wait` or `saver.finish` on rank 0 until it returns True. All processes must call this method.
+
+        Other ranks wait for one call at a time, because a write may take longer than `--dist-timeout-s`.
+        """
+        while not self.group.on_main(lambda: done_within(ROUND_S)):
+            self.group.activity.enter("writing a checkpoint")
 
     def close(self) -> None:
         """Stops the workers, waits for a pending checkpoint write, and closes the log."""

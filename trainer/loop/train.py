@@ -55,9 +55,9 @@ def train(run: Run) -> None:
         # At an epoch's start, a resume calls `on_epoch_start` again, so the saved model must not have seen the call.
         if not (progress.position.at_epoch_start and progress.last_save == progress.step > 0):
             save(run)
-        run.group.on_main(run.saver.finish)
+        run.await_saver(run.saver.finish)
         raise
-    run.group.on_main(run.saver.finish)
+    run.await_saver(run.saver.finish)
 
 
 def train_epoch(run: Run) -> None:
@@ -241,7 +241,7 @@ def report(run: Run, at_start: bool = False) -> None:
     except UserError:
         if not at_start:  # an error in the task's metrics must not lose the steps since the last checkpoint
             save(run)
-            group.on_main(run.saver.finish)
+            run.await_saver(run.saver.finish)
         raise
     if progress.misses_samples:
         metrics["train/covered_samples"] = progress.samples
