@@ -6,19 +6,19 @@ A commit that raises a limit says why.
 from tests.helpers import budget
 
 LINES_AND_FILES = {
-    "checkpoint": (2058, 7),
+    "checkpoint": (2063, 7),
     "commands": (3418, 15),
     "common": (1006, 8),
     "failure": (677, 4),
     "loading": (1809, 11),
     "logs": (794, 6),
-    "loop": (6655, 30),
-    "parallel": (3076, 14),
+    "loop": (6656, 30),
+    "parallel": (3075, 14),
     "trainer": (2909, 8),
 }
 """Maximum lines and files of each folder of trainer/ except profiling; "trainer" stands for the files in no folder."""
 BENCHMARKS = 5117
-TESTS = 54810
+TESTS = 54853
 FUNCTIONS_WITH_RUN = {"commands": 4, "loop": 10}
 FILES_OF_STEP, FUNCTIONS_OF_STEP = 19, 58
 """Maximum numbers of files and functions that a step of har enters in one process."""

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import threading
+import weakref
 
 import pytest
 import torch
@@ -93,6 +94,17 @@ def test_best_and_newest_checkpoints_that_did_not_fit_are_saved_later(directory,
     saver.finish()
     assert steps_on_disk(directory) == [3, 5]
     assert directory.load_best()["step"] == 3
+
+
+def test_what_is_a_copy_is_neither_copied_again_nor_kept():
+    written, saver = [], BackgroundSaver(lambda state: written.append((state["model"].data_ptr(), state["step"])))
+    model, state = torch.ones(1000), moment(1)
+    del state["model"]
+    pointer, kept = model.data_ptr(), weakref.ref(model)
+    saver.start(state, {"model": model})
+    del model
+    saver.finish()
+    assert written == [(pointer, 1)] and kept() is None
 
 
 def test_a_thread_that_fails_to_start_is_not_joined():

@@ -13,10 +13,11 @@ from tests.conftest import ROOT, assert_same_bits, load
 from tests.helpers import forks
 from tests.helpers.pieces_task import PiecesFlags, PiecesObjective, Words
 from tests.helpers.weights import difference
+from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.format import LARGE
 from trainer.checkpoint.weights import TrainedRun
 from trainer.common.errors import UserError
-from trainer.common.tensors import with_shapes_of
+from trainer.common.tensors import local_shards, with_shapes_of
 from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.loop.precision import Precision
 from trainer.parallel.environment import RankEnvironment
@@ -370,10 +371,11 @@ def watch_memory():
     """Records the memory of a process in bytes, and returns a function that writes it to a file.
 
     step: in an optimizer step. peak: most in blocks and reductions. unit: the largest sharded unit. loading: most when
-    a large tensor arrives before the first step. whole: weights, gradients and moments of the whole model.
+    a large tensor arrives before the first step. saving: when a write begins. whole: weights, gradients and moments
+    of the whole model.
     """
-    seen = {"loading": 0, "step": 0, "peak": 0}
-    step, place, from_main = Precision.step, Sharded.place, Sharded.from_main
+    seen = {"loading": 0, "step": 0, "peak": 0, "saving": 0}
+    step, place, from_main, begin = Precision.step, Sharded.place, Sharded.from_main, BackgroundSaver.start
 
     def held():
         return live_bytes() - seen["before"]
@@ -407,6 +409,11 @@ def watch_memory():
             block.forward = noting(block.forward)
         return objective
 
+    def counting_begin(*args):
+        begin(*args)
+        seen["saving"] = max(seen["saving"], held())
+
+    BackgroundSaver.start = counting_begin
     reduce_scatter = torch.distributed.reduce_scatter_tensor
     torch.distributed.reduce_scatter_tensor = noting(reduce_scatter)
     Precision.step, Sharded.place, Sharded.from_main = counting_step, counting_place, counting_from_main
@@ -429,6 +436,27 @@ def memory_of_ranks(start, tmp_path):
     return run
 
 
+def require_copies():
+    """Makes a save fail if rank 0 gathers a tensor that training changes, or a view of a larger storage."""
+    full_tensor = Sharded.full_tensor
+
+    def checked(self, value):
+        whole, own = full_tensor(self, value), local_shards([value])[0]
+        if self.group.is_main:
+            assert whole.numel() == 0 or whole.untyped_storage().data_ptr() != own.untyped_storage().data_ptr()
+            assert whole.untyped_storage().nbytes() == whole.nbytes
+        return whole
+
+    Sharded.full_tensor = checked
+    return lambda: None
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gathered_tensors_are_copies(world_size, start):
+    name = f"copies{world_size}"
+    start(name, "--epochs", 1, form="fsdp", world_size=world_size, prepare=require_copies)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_a_process_holds_only_its_shard(world_size, memory_of_ranks):
@@ -446,8 +474,11 @@ def test_only_rank_0_holds_a_whole_checkpoint(memory_of_ranks):
     world_size = 3
     for num_steps, num_kinds in ((2, 1), (3, 3)):
         for seen in memory_of_ranks(world_size, "--max-steps", num_steps):
-            if not seen["is_main"]:
-                weights = seen["whole"] / 4
+            weights = seen["whole"] / 4
+            if seen["is_main"]:
+                print(f"{(seen['saving'] - seen['whole'] / world_size) / weights:.2f} times the weights for a save")
+                assert seen["saving"] <= 1.1 * (seen["whole"] / world_size + 3 * weights)
+            else:
                 parts = num_kinds * weights / world_size
                 units = (seen["loading"] - parts) / seen["unit"]
                 print(f"{num_kinds} kinds: {units:.2f} of the largest unit more than the share")

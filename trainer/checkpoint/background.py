@@ -94,14 +94,18 @@ class BackgroundSaver:
         """Copies to write, oldest first; their content does not change."""
         self._reusable: dict[str, Any] | None = None
         """The copy that was written last; the next copy reuses its memory."""
+        self._reuses = True
         self._error: BaseException | None = None
         self._no_room: NoRoom | None = None
 
-    def start(self, state: dict[str, Any]) -> None:
-        """Copies the state and starts to write the copy. Call `wait` first."""
+    def start(self, state: dict[str, Any], copied: dict[str, Any] | None = None) -> None:
+        """Copies the state and starts to write the copy. Call `wait` first.
+
+        copied: entries that are copies already; their memory is freed after the write, because no later copy reuses it.
+        """
         assert self._thread is None
-        copy = snapshot(state, self._reusable)
-        self._reusable = None
+        copy = snapshot(state, self._reusable) | (copied or {})
+        self._reusable, self._reuses = None, not copied
         self._unsaved = [old for old in self._unsaved if old["is_best"] and not copy["is_best"]] + [copy]
         self._start_thread(may_lack_room=True)
 
@@ -155,7 +159,8 @@ class BackgroundSaver:
         try:
             while self._unsaved:
                 self._write_state(self._unsaved[0])
-                self._reusable = self._unsaved.pop(0)
+                written = self._unsaved.pop(0)
+                self._reusable = written if self._reuses else None
         except BaseException as error:  # re-raised in the waiting thread
             if may_lack_room and isinstance(error, NoRoom):
                 self._no_room = error

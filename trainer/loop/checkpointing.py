@@ -59,7 +59,8 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
         refuse_non_finite(learner, weights, progress, run.learning_rate.peak)
         refuse_another_model(weights, run.model_outline, progress.step)
         report_saving(run.saver, run.log)
-        run.saver.start(state_of(learner, state, progress, totals) | run.facts | verdict)
+        live, copied = (state, {}) if strategy.has_full_state else ({}, state)
+        run.saver.start(state_of(learner, live, progress, totals) | run.facts | verdict, copied)
 
     strategy.group.on_main(save_on_main)
 

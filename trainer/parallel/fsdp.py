@@ -179,11 +179,9 @@ class Sharded(Distributed):
     # --- saving and restoring ----------------------------------------------------------------------------------------
 
     def full_tensor(self, value: Tensor) -> Tensor:
-        """Gathers a DTensor into rank 0's host memory; devices hold only one unsharded tensor at a time."""
-        if not isinstance(value, DTensor):
-            return value
-        whole = value.full_tensor()
-        return whole.cpu() if self.group.is_main else value
+        """Copies a full tensor to rank 0's host memory; devices hold only one unsharded tensor at a time."""
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        return whole.to("cpu", copy=True) if self.group.is_main else value
 
     def _own_part(self, whole: Tensor, own: Tensor) -> Tensor:
         return _part_like(whole, own) if isinstance(own, DTensor) else whole

@@ -45,6 +45,7 @@ class Strategy:
     exchanges_in_forward: whether forward passes run collectives, so that all processes must run equally many.
     shard_size: number of consecutive ranks that share one copy of the parameters.
     has_full_state: whether this process holds the full state of a checkpoint, and can save after other processes fail.
+    If not, `full_state` returns copies in rank 0's host memory.
     draws_on_host: whether a forward pass uses the host's generators (Python, NumPy, or PyTorch with a model on a GPU).
     """
 
