@@ -1,11 +1,13 @@
 """A damaged run resumes from its newest intact checkpoint, and does not start over if there is none."""
 
+import errno
 import random
+from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.conftest import names, save
-from tests.conftest import STEPS_PER_EPOCH, TINY, assert_same_bits, load, read_metrics
+from tests.checkpoint.conftest import Crash, names, save
+from tests.conftest import STEPS_PER_EPOCH, TINY, assert_same_bits, contents, load, read_metrics
 from trainer.checkpoint.directory import find_checkpoints
 from trainer.checkpoint.weights import load_best_weights
 from trainer.common.errors import UserError
@@ -117,6 +119,28 @@ def test_traces_of_lost_checkpoints_prevent_a_fresh_start(left, opened):
         again.load_newest()
     again.start_over()
     assert not again.has_checkpoint
+
+
+@pytest.mark.parametrize("failure", [Crash(), PermissionError(errno.EACCES, "Permission denied")])
+def test_a_run_that_is_only_partly_moved_aside_is_moved_back(failure, opened, monkeypatch):
+    directory, _ = opened()
+    save(directory, 1)
+    before, rename, countdown = contents(directory.path), Path.rename, iter(())
+
+    def fails_once(path, target):
+        if next(countdown, 1) == 0:
+            raise failure
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails_once)
+    for number in range(len(before)):
+        countdown = iter(range(number, -1, -1))
+        with pytest.raises((Crash, UserError), match=r"^$|: cannot move \S+: Permission denied; choose another folder"):
+            directory.start_over()
+        directory, said = opened() if isinstance(failure, Crash) else (directory, [])
+        assert contents(directory.path) == before and directory.load_newest()["step"] == 10 and said == []
+    directory.start_over()
+    assert contents(directory.path / "previous-1") == before
 
 
 # --- the command line --------------------------------------------------------------------------------------------

@@ -41,6 +41,8 @@ from trainer.common.files import DISK_FULL, FOLDER_GONE, flush_path, refusing_di
 from trainer.loading.order import Position
 
 METRICS = "metrics.jsonl"
+_MOVING = "previous-unfinished"
+"""Name of the folder `previous-N` until it contains the whole previous run."""
 
 
 def refuse_links(folder: Path) -> None:
@@ -93,6 +95,7 @@ class RunDirectory:
             if isinstance(agents_before, list) and any(agent in agents_before for agent in agents):
                 self.earlier_attempt = config
             self.lock = take_lock(self.path, self.earlier_attempt is not None, self._say, gone)
+            self._move_back()
             claim_temporary_files(self.path, self.lock)
             self.entries, self._lost = find_checkpoints(self.path, self._say)
             put_in_place(self.path, self.entries, self._say, self.lock)
@@ -134,18 +137,35 @@ class RunDirectory:
             )
 
     def start_over(self) -> None:
-        """Moves the previous run to a new folder `previous-N`. Raises UserError on disk errors."""
+        """Moves the previous run to a new folder `previous-N`. Raises UserError on disk errors.
+
+        After an error, all files are in their place again; after a kill, `acquire` moves them back.
+        """
         with refusing_disk_errors(f"--save-dir {self.path}", "choose another folder"):
             stay = (LOCK, KERNEL_LOCK)
             old = [p for p in self.path.iterdir() if p.name not in stay and not p.name.startswith("previous-")]
             if old:
+                moving = self.path / _MOVING
+                moving.mkdir()
+                try:
+                    for path in old:
+                        self.writer.rename(path, moving / path.name)
+                except OSError as error:
+                    self._move_back()
+                    raise OSError(error.errno, f"cannot move {path.name}: {error.strerror}") from None
                 folders = (self.path / f"previous-{number}" for number in itertools.count(1))
                 target = next(folder for folder in folders if not folder.exists())
-                target.mkdir()
-                for path in old:
-                    self.writer.rename(path, target / path.name)
+                self.writer.rename(moving, target)
                 self._say(f"Starting over; the previous run was moved to {target}.")
         self.entries, self._lost = [], []
+
+    def _move_back(self) -> None:
+        """Moves back the files of a previous run that `start_over` did not move as a whole. Raises OSError."""
+        moving = self.path / _MOVING
+        if moving.is_dir():
+            for path in moving.iterdir():
+                self.writer.rename(path, self.path / path.name)
+            moving.rmdir()
 
     def _update_links(self) -> None:
         is_finished = bool(self.entries) and read_json(self.path / RESULTS).get("step") == self.entries[-1].step
