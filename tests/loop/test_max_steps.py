@@ -231,6 +231,19 @@ def test_the_best_within_an_epoch_is_copied_to_another_folder(run_here, tmp_path
         assert sum(entry["step"] <= 4 for entry in entries_of(new)) >= expected
 
 
+def test_an_earlier_best_is_copied_to_another_folder(run_here, tmp_path):
+    argv = [*RUN, "--max-steps", 8, "--eval-every-steps", 2, "--save-every-steps", 1, "--keep-checkpoints", 0]
+    run_here(*argv, "--save-dir", tmp_path / "old")
+    entries = entries_of(tmp_path / "old")
+    best = [entry["step"] for entry in entries if entry["best"]]
+    middle = next(entry for entry in entries if best[0] < entry["step"] < best[-1] and not entry["best"])
+    source = tmp_path / "old" / middle["file"]
+    out, _ = run_here(*argv, "--lr", 1e-30, "--resume-from", source, "--save-dir", tmp_path / "new")
+    assert "lacks the best checkpoint" not in out
+    copied = entries_of(tmp_path / "new")[0]
+    assert copied["best"] and copied["step"] == max(step for step in best if step < middle["step"])
+
+
 # --- before the first step ---------------------------------------------------------------------------------------
 
 

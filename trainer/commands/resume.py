@@ -11,7 +11,7 @@ import numpy as np
 from trainer.checkpoint.directory import RunDirectory
 from trainer.checkpoint.file import read_checkpoint
 from trainer.checkpoint.format import Best
-from trainer.checkpoint.manifest import read_config
+from trainer.checkpoint.manifest import MANIFEST, read_config, read_manifest
 from trainer.checkpoint.weights import runs_within
 from trainer.common.errors import UserError
 from trainer.common.files import alike
@@ -88,16 +88,17 @@ def choose_run_id(directory: RunDirectory, given: CheckpointFlags, state: Mappin
 def take_best_beside(
     source: Path, best: Best | None, directory: RunDirectory, run_id: str
 ) -> tuple[float | None, bool, bool]:
-    """Copies best.pth from the folder of `source` (`--resume-from`) to `directory`, unless `source` itself is the best.
+    """Copies the best checkpoint beside `source` (`--resume-from`) to `directory`, unless `source` itself is the best.
 
     Returns the monitored metric of `source`, whether this value was the best so far, and whether the best checkpoint,
     if any, is available.
     """
     state = read_checkpoint(source, f"--resume-from {source}")
     value, is_best = state["value"], state["is_best"]
-    beside = source.parent / "best.pth"
     if best is None or is_best:
         return value, is_best, True
+    listed = (entry.file for entry in read_manifest(source.parent / MANIFEST) if entry.best and entry.step == best.step)
+    beside = source.parent / next(listed, "best.pth")  # a later epoch may have taken best.pth
     found = read_checkpoint(beside, str(beside)) if beside.is_file() else {}
     has_best = (found.get("value"), found.get("is_best")) == (best.value, True)
     if has_best:
