@@ -90,21 +90,15 @@ def _settings_in(path: Path) -> Mapping[str, Any]:
         raise ValueError(f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"is not text in UTF-8: {error.reason}") from None
-    if path.suffix != ".json":
-        try:
-            stated = tomllib.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"is not valid TOML: {error}") from None
-        try:
-            repr(stated)  # raises ValueError for huge hexadecimal numbers, which no message could show
-        except ValueError:
-            raise ValueError("contains a number with thousands of digits") from None
-        return stated
+    kind, read = ("JSON", json.loads) if path.suffix == ".json" else ("TOML", tomllib.loads)
     try:
-        record = json.loads(text)
+        stated = read(text)
+        repr(stated)  # raises for huge hexadecimal numbers and deep tables, which no message could show
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"is not valid JSON: {error}") from None
-    settings = record.get("config") if isinstance(record, dict) else None
+        raise ValueError(f"is not valid {kind}: {error}") from None
+    if kind == "TOML":
+        return stated
+    settings = stated.get("config") if isinstance(stated, dict) else None
     if not isinstance(settings, dict):
         raise ValueError('has no "config", so it is not the config.json of a run')
     return settings
