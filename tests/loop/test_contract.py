@@ -151,6 +151,10 @@ BEFORE_TRAINING = {
         broken(order=lambda *_: iter([np.arange(2)])),
         "Broken.order('train') must return a list of arrays of indices, not list_iterator",
     ),
+    "a flat permutation": (
+        broken(order=lambda *_: np.arange(8)),
+        "Broken.order('train') must return one array of indices per step: ",
+    ),
     "no batch": (broken(collate=lambda *_: [1]), "Broken.collate must return a dict of tensors, not a list"),
     "no index": (with_batch(index=None), "Broken.collate must put 'index' into the batch"),
     "no weight": (with_batch(weight=None), "Broken.collate must put 'weight' into the batch"),

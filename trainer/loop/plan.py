@@ -115,7 +115,10 @@ class TaskOrder:
         if not all(hasattr(batches, name) for name in ("__len__", "__getitem__")):
             raise UserError(f"{self.source} must return a list of arrays of indices, not {type(batches).__name__}")
         size = getattr(batches, "batch_size", None)  # size of all batches but the last; avoids building them
-        sizes = [] if size else [len(batch) for batch in batches]
+        try:
+            sizes = [] if size else [len(batch) for batch in batches]
+        except TypeError as error:  # a flat list of indices
+            raise UserError(f"{self.source} must return one array of indices per step: {error}") from None
         ends = range(size, size * len(batches) + 1, size) if size else list(accumulate(sizes))
         if not ends or ends[-1] < self.size or 0 in sizes:
             raise UserError(
