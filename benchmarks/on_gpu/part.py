@@ -49,6 +49,11 @@ class Setting:
         """Flags for one CPU thread with --small, because small tensors do not profit from a second thread."""
         return ["--num-threads", "1"] if self.is_small else []
 
+    @property
+    def where(self) -> list[object]:
+        """Flags for the device, its threads and the cache, which all parts share."""
+        return ["--device", self.device, "--cache-dir", self.folder.parent / CACHE, *self.threads]
+
     def synchronise(self) -> None:
         if self.is_gpu:
             torch.cuda.synchronize()
@@ -100,8 +105,7 @@ def run(setting: Setting, name: str, *flags: object, status: int = 0, device: st
 @contextmanager
 def opened_model(setting: Setting, *flags: object) -> Iterator[Run]:
     """Context manager that opens the run of a main.py command line, to measure its steps in this process."""
-    where = ["--device", setting.device, *setting.threads, "--cache-dir", setting.folder.parent / CACHE]
-    argv = list(map(str, [*flags, *where, "--log-interval", 1000]))
+    argv = list(map(str, [*flags, *setting.where, "--log-interval", 1000]))
     print("measured:", *argv, flush=True)
     parsed, problems = parse(argv, several_devices=False)
     refuse(problems)
@@ -122,9 +126,8 @@ def measured_steps(setting: Setting, num_steps: int, num_settling_steps: int, *f
         with opened_model(setting, *flags) as run:
             return MeasuredRun(run).measure(num_steps, num_settling_steps)
     path = setting.folder / "step.json"
-    where = ["--device", setting.device, *setting.threads, "--cache-dir", setting.folder.parent / CACHE]
     steps = ["--steps", num_steps, "--settling-steps", num_settling_steps, "--json", path]
-    argv = list(map(str, [sys.executable, "profiler.py", "step", *flags, *where, *steps]))
+    argv = list(map(str, [sys.executable, "profiler.py", "step", *flags, *setting.where, *steps]))
     print("measured:", *argv, flush=True)
     subprocess.run(argv, cwd=ROOT, check=True)
     found: dict[str, Any] = json.loads(path.read_text())

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.on_gpu.part import CACHE, HELPERS, Ended, Report, Setting, run
+from benchmarks.on_gpu.part import HELPERS, Ended, Report, Setting, run
 from benchmarks.on_gpu.scarce import limited
 from trainer.profiling.cli import main
 
@@ -29,7 +29,7 @@ def check(setting: Setting, report: Report) -> None:
 
 def step(setting: Setting, report: Report) -> None:
     steps = ["--steps", setting.pick(200, 2), "--settling-steps", setting.pick(30, 1)]
-    found = profiled(setting, "step", *steps, *arguments(setting))
+    found = profiled(setting, "step", *steps, *setting.where)
     for name in ("step_ms_median", "step_ms_p90", "samples_per_second"):
         report.figure(f"step, {name}", found[name])
     report.figure("step, phases, ms", {name: round(phase["ms_mean"], 4) for name, phase in found["phases"].items()})
@@ -39,7 +39,7 @@ def step(setting: Setting, report: Report) -> None:
 def batch_size(setting: Setting, report: Report) -> None:
     """Checks that the batch size found for a limit, minus the search's tolerance of 1/16, trains within the limit."""
     width, most = (2048, 65536) if setting.is_gpu else (16, 32)
-    wide = [*WIDE, width, "--num-train", most, *arguments(setting)]
+    wide = [*WIDE, width, "--num-train", most, *setting.where]
     steps = ["--steps", setting.pick(5, 1), "--settling-steps", 1]
     with limited(setting, MEMORY_BYTES):
         found = profiled(setting, "batch-size", *wide, "--max-batch-size", most, *steps)
@@ -52,10 +52,6 @@ def batch_size(setting: Setting, report: Report) -> None:
         size = largest - largest // 16
         directory = run(setting, "largest", *wide, "--batch-size", size, "--max-steps", 2)
     report.check(f"batch-size, {size} samples train", not (directory / "memory.json").exists())
-
-
-def arguments(setting: Setting) -> list[object]:
-    return ["--device", setting.device, "--cache-dir", setting.folder.parent / CACHE, *setting.threads]
 
 
 def profiled(setting: Setting, command: str, *flags: object) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.on_gpu.part import CACHE, HELPERS, ROOT, Ended, Report, Setting, difference, last, run, unlike
-from benchmarks.on_gpu.profiled import arguments, profiled
+from benchmarks.on_gpu.profiled import profiled
 
 FLAGS = [
     "--task", f"{HELPERS / 'weighted_task.py'}:Weighted", "--dtype", "float64", "--max-steps", 6, "--num-train", 50,
@@ -80,7 +80,7 @@ def compare_graphs(setting: Setting, report: Report, name: str, flags: list[obje
 
 def scale(setting: Setting, report: Report, sizes: list[int], graphs: str) -> None:
     worlds = ["--world-sizes", ",".join(map(str, sizes)), "--rounds", 1, "--steps", setting.pick(60, 2)]
-    more = ["--batch-size", 256, "--cuda-graphs", graphs, *arguments(setting)]
+    more = ["--batch-size", 256, "--cuda-graphs", graphs, *setting.where]
     for world in profiled(setting, "scaling", *worlds, *more)["worlds"]:
         title = f"scaling, graphs {graphs}, {world['mode']} on {world['num_devices']}"
         report.figure(title, {name: world[name] for name in ("samples_per_second", "efficiency", "step_ms_mean")})

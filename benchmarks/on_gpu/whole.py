@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.on_gpu import ready
 from benchmarks.on_gpu.models import chosen
-from benchmarks.on_gpu.part import CACHE, ROOT, Report, Setting, measured_steps
+from benchmarks.on_gpu.part import ROOT, Report, Setting, measured_steps
 
 GRAPHS = ["--cuda-graphs", "on"]
 NOTHING = "import torch; torch.zeros(1, device='{device}'); import main, tasks"
@@ -70,8 +70,7 @@ def seconds_of(arguments: Sequence[object]) -> float:
 
 
 def command(setting: Setting, name: str, *flags: object) -> list[object]:
-    where = ["--save-dir", setting.folder / name, "--cache-dir", setting.folder.parent / CACHE]
-    return ["main.py", *flags, "--device", setting.device, *where, *setting.threads]
+    return ["main.py", *flags, "--save-dir", setting.folder / name, *setting.where]
 
 
 def start(setting: Setting, report: Report, nothing_s: float) -> None:

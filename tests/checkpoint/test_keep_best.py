@@ -246,7 +246,7 @@ def test_the_best_exclude_checkpoints_of_an_abandoned_future(trained, train, tmp
 
 
 def test_scores_are_copied_to_another_directory(trained, train, tmp_path):
-    """The scores are those of the resumed checkpoint and of the best one beside it."""
+    """The new directory lists the scores of the resumed checkpoint and of the best one beside it."""
     run, _ = trained
     train(tmp_path / "other", *RUN, "--epochs", 9, "--resume-from", run / "last.pth")
     values = {entry["epoch"]: entry["value"] for entry in manifest(run)}

@@ -151,7 +151,7 @@ def newest_checkpoint(directory):
 
 
 def test_a_truncated_checkpoint_is_set_aside_and_the_run_ends_equally(train, tmp_path):
-    """The files are those of a run killed after epoch 3 of 4, with the newest checkpoint truncated."""
+    """A run is killed after epoch 3 of 4, and its newest checkpoint is then truncated."""
     broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
     for directory in (broken, unbroken):
         train(directory, "--epochs", 4)

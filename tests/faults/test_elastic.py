@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -308,8 +309,12 @@ def test_all_nodes_start_their_ranks_again_after_one_is_killed(rendezvous, unbro
             run.start_node(*options, f"--node_rank={node}", "--nproc_per_node=1")
     else:
         start_nodes(run, ["127.0.0.2", "127.0.0.3"], minimum=2)
+
+    def has_trained_in(attempt):
+        return len(run.attempts()) == attempt and run.has_trained(2, 10)()
+
     for attempt, killed in enumerate([1, 0], 1):
-        run.wait_for(lambda: len(run.attempts()) == attempt and run.has_trained(2, 10)(), "progress")  # noqa: B023
+        run.wait_for(partial(has_trained_in, attempt), "progress")
         os.kill(run.workers()[killed][0], signal.SIGKILL)
     run.finish()
     assert len(run.attempts()) == 3

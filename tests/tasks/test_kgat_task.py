@@ -124,7 +124,7 @@ def test_each_validation_shows_the_attention_per_relation(data, run_here, tmp_pa
     for (names, shares), _ in drawing.call_args_list:
         assert sorted(names) == sorted([*forward, *(f"{name}^-1" for name in forward)])
         assert shares == sorted(shares, reverse=True) and sum(shares) == pytest.approx(1)
-    # All attention of a user goes to its items, so the share is that of users among the nodes.
+    # All attention of a user goes to its items, so the share equals the users' share of the nodes.
     triples = map(str.split, (data / "kg_final.txt").read_text().splitlines())
     nodes = NUM_USERS + len({node for head, _, tail in triples for node in (head, tail)})
     assert dict(zip(names, shares, strict=True))["interact"] == pytest.approx(NUM_USERS / nodes)

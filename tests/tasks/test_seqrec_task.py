@@ -30,7 +30,7 @@ def run_main(argv, directory, *more):
 
 
 def assert_complete(results, directory):
-    """Asserts that all 32 metrics exist and are consistent, and that the best epoch is that of the monitored metric."""
+    """Asserts that all 32 metrics exist and are consistent, and that the monitored metric determines the best epoch."""
     metrics = results["metrics"]
     assert set(metrics) == {f"test/{name}" for name in METRICS}
     assert all(0 <= value <= 1 for value in metrics.values())

@@ -91,7 +91,7 @@ class LastStep(Watch):
     def find(self) -> tuple[AppliedStep, bool] | None:
         """Returns the last finished step, and whether the forward of the next step has started.
 
-        Returns None before training, and while weights are not those of a finished step.
+        Returns None before training, and while a step changes weights or has moved them.
         """
         self.queue.drain(DRAINS_WITHIN_S)
         done = [step for step in list(self._steps) if step.applied()]

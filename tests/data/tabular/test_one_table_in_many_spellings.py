@@ -161,7 +161,7 @@ def test_every_spelling_says_the_same(name, tmp_path) -> None:
 
 
 def test_new_rows_may_use_other_separators(tmp_path) -> None:
-    """Units and words must be those of the training file."""
+    """New rows must have the same units and words as the training file."""
     alike = {
         name: file
         for name, file in SPELLINGS.items()

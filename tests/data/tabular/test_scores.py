@@ -56,7 +56,7 @@ def test_scores_equal_their_definitions(labels, probabilities) -> None:
 
 
 def test_the_auc_of_ties_equals_values_by_hand() -> None:
-    """The values are those of sklearn.metrics.roc_auc_score."""
+    """sklearn.metrics.roc_auc_score returned the expected values."""
     labels = np.array([0, 1, 0, 1])
     for probability, expected in [([0.1, 0.2, 0.3, 0.4], 0.75), ([0.5] * 4, 0.5), ([0.1, 0.5, 0.5, 0.5], 0.75)]:
         assert auc(labels, np.stack([1 - np.array(probability), probability], axis=1)) == expected

@@ -74,7 +74,7 @@ def slow_laplacian(kind):
 
 
 def dense(values):
-    """Returns the values as a matrix, (NUM_NODES, NUM_NODES), with those of parallel edges added up."""
+    """Returns the values as a matrix, (NUM_NODES, NUM_NODES), with the values of parallel edges added up."""
     matrix = torch.zeros(NUM_NODES, NUM_NODES)
     for (head, tail, _), value in zip(EDGES, values.tolist(), strict=True):
         matrix[head, tail] += value

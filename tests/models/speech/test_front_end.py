@@ -124,7 +124,7 @@ def test_running_normalisation_uses_the_frames_so_far(double_precision) -> None:
     mean, std = module.mean.numpy(), module.std.numpy()
     raw = module.log_mel(audio)[0].numpy()
     for t in (0, 1, 2, 30, len(raw) - 1):
-        # The statistics are those of 100 training frames, one deviation from the mean, and of the frames so far.
+        # The statistics cover the frames so far, and 100 training frames that lie one deviation from the mean.
         known = np.concatenate([np.repeat([mean - std, mean + std], 50, axis=0), raw[: t + 1]])
         deviation = np.sqrt(known.var(axis=0).mean())
         np.testing.assert_allclose(features[t], (raw[t] - known.mean(axis=0)) / deviation, atol=1e-9)
