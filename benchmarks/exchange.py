@@ -71,7 +71,7 @@ def lockstep_step(task: HarTask, strategy: Strategy, batches: Iterator[WeightedB
     objective = strategy.place(task.build_objective, task.blocks, complete=lambda _: None)
     net = in_precision(objective, precision)
     kind = PartsLearner if strategy.num_parts else Learner
-    learner = kind(objective, net, CPU, precision, 1.0, ExponentialMovingAverage(objective.model, decay=0))
+    learner = kind(objective, net, strategy, precision, 1.0, ExponentialMovingAverage(objective.model, decay=0))
     optimizer, params = optimized(objective)
     learner.set_trained({"train": params})
     learner.nets["train"] = strategy.wrap(net)
@@ -84,7 +84,7 @@ def lockstep_step(task: HarTask, strategy: Strategy, batches: Iterator[WeightedB
         (total_weight, _), current = pending(), window
         window = [next(batches)]
         pending = strategy.group.start_sum([window[0].weight, 0.0])
-        train_step(learner, strategy, "train", current, total_weight, dropout_key=(0, 0, 0, 0), learning_rate=1e-3)
+        train_step(learner, "train", current, total_weight, dropout_key=(0, 0, 0, 0), learning_rate=1e-3)
 
     return step
 

@@ -7,12 +7,12 @@ from tests.helpers import budget
 
 LINES_AND_FILES = {
     "checkpoint": (2083, 7),
-    "commands": (3413, 15),
+    "commands": (3412, 15),
     "common": (1006, 8),
     "failure": (677, 4),
     "loading": (1809, 11),
     "logs": (794, 6),
-    "loop": (6659, 30),
+    "loop": (6635, 30),
     "parallel": (3075, 14),
     "trainer": (2909, 8),
 }

@@ -102,8 +102,8 @@ def ms_of_loop(run: Run, num_steps: int) -> list[float]:
 
 def bare_step(run: Run, window: Window) -> None:
     """Runs a step as a hand-written loop would."""
-    phase, learner = run.task.phases[window.step.phase], run.learner
-    batch = {name: value.to(learner.device, non_blocking=True) for name, value in window.micro_batches[0].batch.items()}
+    phase, learner, device = run.task.phases[window.step.phase], run.learner, run.strategy.device
+    batch = {name: value.to(device, non_blocking=True) for name, value in window.micro_batches[0].batch.items()}
     (learner.enter(phase)(batch, phase)["loss"] / window.weight).backward()
     nn.utils.clip_grad_norm_(learner.params[phase], 1.0)
     for optimizer in learner.optimizers[phase]:
@@ -201,7 +201,7 @@ def beside(setting: Setting, report: Report, name: str) -> dict[str, float]:
 def of_accelerate(setting: Setting, run: Run, windows: Any, num_epochs: int, mode: str | None = None) -> list[float]:
     from accelerate import Accelerator
 
-    accelerator, phase, device = Accelerator(cpu=not setting.is_gpu), run.task.phases[0], run.learner.device
+    accelerator, phase, device = Accelerator(cpu=not setting.is_gpu), run.task.phases[0], run.strategy.device
     net: Any = run.learner.enter(phase)
     net, optimizer = accelerator.prepare(torch.compile(net, mode=mode) if mode else net, *run.learner.optimizers[phase])
 
@@ -222,7 +222,7 @@ def of_lightning(setting: Setting, run: Run, windows: list[Window], num_epochs: 
     import lightning
     from lightning.pytorch.loggers import CSVLogger
 
-    learner, phase, marks, queue = run.learner, run.task.phases[0], [], queue_of(run.learner.device)
+    learner, phase, marks, queue = run.learner, run.task.phases[0], [], queue_of(run.strategy.device)
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:

@@ -115,7 +115,7 @@ def test_weights_are_restored_completely_or_not_at_all():
 def test_requested_weights_replace_the_moving_average(source):
     flags, _ = parse([*map(str, TINY), "--ema-decay", "0.9"], several_devices=False)
     run = assemble_run(flags, build_task(flags), ONE_DEVICE)
-    use_weights(run.learner, source, run.strategy, "that", "")
+    use_weights(run.learner, source, "that", "")
     with run.learner.ema.applied():
         assert_same_bits(source, run.learner.objective.model.state_dict())
 

@@ -38,7 +38,7 @@ def run(signals_restored, no_rank_variables, tmp_path):
     flags, _ = parse([*ARGV, "--save-dir", str(tmp_path / "new")], several_devices=False)
     run = assemble_run(flags, build_task(flags), SingleDevice(torch.device("cpu")))
     run.facts |= {"code": {"commit": None, "changed": None, "task_file": None, "task_sha256": None}, "run_id": "0" * 12}
-    prepare_training(flags, run.task, run.learner, run.strategy, run.plan.orders, run.memory)
+    prepare_training(flags, run.task, run.learner, run.plan.orders, run.memory)
     return run
 
 
@@ -197,9 +197,9 @@ def outcome_of(run, file):
         state = read_checkpoint(file, "x.pth")
         changes = Changes(state, run.facts, run.task)
         changes.refuse_another_run()
-        resume_weights(run.learner, state, run.strategy, "")
+        resume_weights(run.learner, state, "")
         changes.refuse_reordered(run.learner.objective.model.state_dict())
-        run.progress = restore_progress(run.learner, run.strategy, state)
+        run.progress = restore_progress(run.learner, state)
         resume(changes, run.plan, run.progress, run.is_complete, run.directory.forget_values)
     except UserError:
         return "refused"

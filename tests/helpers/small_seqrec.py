@@ -42,7 +42,7 @@ def assembled(argv, *more):
     flags, problems = parse([*argv, "--dtype", "float64", *more], several_devices=False)
     assert problems == []
     run = assemble_run(flags, build_task(flags), SingleDevice(CPU))
-    prepare_training(flags, run.task, run.learner, run.strategy, run.plan.orders, run.memory)
+    prepare_training(flags, run.task, run.learner, run.plan.orders, run.memory)
     return run
 
 

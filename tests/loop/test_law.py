@@ -154,10 +154,10 @@ def remarks_of(task_type, *more):
     assert problems == []
     task, strategy = build_task(flags), start_strategy(flags, None)
     run = assemble_run(flags, task, strategy, is_new=True)
-    prepare_training(flags, task, run.learner, strategy, run.plan.orders, run.memory)
+    prepare_training(flags, task, run.learner, run.plan.orders, run.memory)
     before = {name: value.clone() for name, value in run.learner.objective.state_dict().items()}
     generator = torch.get_rng_state()
-    found = check_sums(task, run.learner, strategy)
+    found = check_sums(task, run.learner)
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(torch.equal(value, before[name]) for name, value in run.learner.objective.state_dict().items())
     assert all(parameter.grad is None for parameter in run.learner.objective.parameters())

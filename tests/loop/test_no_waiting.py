@@ -37,7 +37,7 @@ def run_of(argv: list[str], strategy: SingleDevice, cache_dir) -> Run:
     assert not problems
     task = flags.task_type(flags.task, seed=0, cache_dir=cache_dir)
     run = assemble_run(flags, task, strategy)
-    prepare_training(flags, run.task, run.learner, run.strategy, run.plan.orders, run.memory)
+    prepare_training(flags, run.task, run.learner, run.plan.orders, run.memory)
     run.tried_saving.update(task.phases)  # checking the first saved state may wait for the device
     return run
 

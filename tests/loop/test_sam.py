@@ -126,7 +126,7 @@ def test_a_rescue_finds_no_finished_step_while_weights_are_moved():
 
     objective, strategy = Watched(nn.Linear(3, 1)), SingleDevice(device)
     precision, average = Precision("off", torch.float32, device), ExponentialMovingAverage(objective.model, 0)
-    learner = SamLearner(objective, objective, device, precision, 0.0, average, watches=[last], rho=0.5)
+    learner = SamLearner(objective, objective, strategy, precision, 0.0, average, watches=[last], rho=0.5)
     learner.set_trained({"train": [*objective.parameters()]})
     learner.optimizers["train"] = [torch.optim.SGD(objective.parameters())]
     progress = Progress()
@@ -134,7 +134,7 @@ def test_a_rescue_finds_no_finished_step_while_weights_are_moved():
     with pytest.raises(RuntimeError, match="lost"):
         for progress.step in (1, 2):
             window = [WeightedBatch({"x": torch.ones(4, 3)}, 4.0, 4)]
-            train_step(learner, strategy, "train", window, 4.0, (0, 0, 0, 0), 0.1, [last])
+            train_step(learner, "train", window, 4.0, (0, 0, 0, 0), 0.1, [last])
             last.after_step(progress, None, SilentLog())
     steps = [step and (step[0].progress.step, step[1]) for step, *_ in found]
     assert steps == [(0, True), None, (1, True), None]

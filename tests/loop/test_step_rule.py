@@ -66,7 +66,7 @@ def build(name, cache_dir, strategy, dtype=torch.float64):
     objective = task.build_objective().to(CPU, dtype)
     precision = Precision("off", dtype, CPU)
     net = in_precision(objective, precision)
-    learner = Learner(objective, net, CPU, precision, 0.0, ExponentialMovingAverage(objective.model, decay=0))
+    learner = Learner(objective, net, strategy, precision, 0.0, ExponentialMovingAverage(objective.model, decay=0))
     trained = [p for group in task.param_groups(objective, phase) for p in group["params"]]
     learner.set_trained({phase: trained})
     learner.nets[phase] = strategy.wrap(net)
@@ -89,7 +89,7 @@ def one_step(parts, samples, accumulation, optimizer):
     (total,) = parts.strategy.group.start_sum([sum(each.weight for each in window)])()
     parts.learner.optimizers[parts.phase] = [optimizer]
     learning_rate = optimizer.param_groups[0]["lr"]
-    train_step(parts.learner, parts.strategy, parts.phase, window, total, DROPOUT_KEY, learning_rate)
+    train_step(parts.learner, parts.phase, window, total, DROPOUT_KEY, learning_rate)
 
 
 def gradients_of_step(parts, samples, accumulation):

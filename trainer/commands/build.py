@@ -224,20 +224,20 @@ def build_run(
     )
     run.memory.apply(limit)
     if state is None:
-        notes = initialise(run.learner, given, task.shipped_weights(), strategy)
-        first_s = prepare_training(flags, task, run.learner, strategy, run.plan.orders, run.memory)
+        notes = initialise(run.learner, given, task.shipped_weights())
+        first_s = prepare_training(flags, task, run.learner, run.plan.orders, run.memory)
         if not (task.fitted or flags.blocks.compile or strategy.exchanges_in_forward):
             with run.learner.launching():
-                notes = [*notes, *check_sums(task, run.learner, strategy, first_s=first_s)]
+                notes = [*notes, *check_sums(task, run.learner, first_s=first_s)]
     else:
         changes = Changes(state, run.facts, task)
         changes.refuse_another_run()
         changes.refuse_other_threads()
         advice = "choose another --save-dir, or start over with --fresh"
-        resume_weights(run.learner, state, strategy, f"{changes.undo_hint()}, {advice}")
-        prepare_training(flags, task, run.learner, strategy, run.plan.orders, run.memory)
+        resume_weights(run.learner, state, f"{changes.undo_hint()}, {advice}")
+        prepare_training(flags, task, run.learner, run.plan.orders, run.memory)
         changes.refuse_reordered(run.learner.objective.model.state_dict())
-        run.progress = restore_progress(run.learner, run.strategy, state)
+        run.progress = restore_progress(run.learner, state)
         restore_streams(task, state)
         forget_values = partial(strategy.group.on_main, directory.forget_values)
         notes = resume(changes, run.plan, run.progress, run.is_complete, forget_values)
@@ -345,13 +345,14 @@ def describe_run(run: Run, flags: Flags) -> list[str]:
 
 
 def prepare_training(
-    flags: Flags, task: Task, learner: Learner, strategy: Strategy, orders: Sequence[SampleOrder], memory: MemoryGuard
+    flags: Flags, task: Task, learner: Learner, orders: Sequence[SampleOrder], memory: MemoryGuard
 ) -> float:
     """For each phase, builds the optimizers and wraps the model for the run's devices.
 
     All processes must call this function with equal weights. orders: sample order of each phase. Returns the CPU time
     in seconds of a trial forward pass (maximum over phases). Raises UserError if the task returns an invalid value.
     """
+    strategy = learner.strategy
     check_same_parameters(learner.objective, strategy.group, method_name(task, "build_objective"))
     with strategy.unsharded(learner.objective):
         task.check_weights(learner.objective)
@@ -374,12 +375,12 @@ def prepare_training(
         # DistributedDataParallel accumulates gradients on the stream on which it is built
         with learner.launching(), memory.refusing_lack(per_forward, "try --batch-size 1"):
             learner.nets[phase] = strategy.wrap(learner.enter(phase))
-            check_single_samples(learner, strategy, phase, orders[index], memory.splits[index], example)
+            check_single_samples(learner, phase, orders[index], memory.splits[index], example)
             with refusing_compilation() if flags.blocks.compile else nullcontext():
-                exchanges, seconds = try_phase(learner, strategy, phase, example)
+                exchanges, seconds = try_phase(learner, phase, example)
             first_s = max(first_s, seconds)
             if exchanges and not flags.blocks.compile:
-                check_exchanges(learner, strategy, phase, orders[index], example)
+                check_exchanges(learner, phase, orders[index], example)
     settle_recomputed(learner.objective, learner.buffers.forward_state.changes.values())
     return first_s
 
@@ -418,7 +419,7 @@ def assemble_run(
         strategy=strategy,
         learner=learner,
         plan=plan,
-        memory=MemoryGuard(batches, limit, learner, strategy, directory),
+        memory=MemoryGuard(batches, limit, learner, directory),
         learning_rate=learning_rate,
         workers=workers,
         loaders=loaders,
@@ -431,7 +432,7 @@ def assemble_run(
         progress=Progress(new_totals=totals_maker(strategy)),
         watches=[
             *([Remarks(workers.take_remarks)] if strategy.device.type == "cuda" or workers.num_workers > 0 else []),
-            *build_watches(flags, task, learner, strategy, learning_rate.peak),
+            *build_watches(flags, task, learner, learning_rate.peak),
         ],
         model_outline={name: (weight.dtype, tuple(weight.shape)) for name, weight in model.state_dict().items()},
         facts=facts,
@@ -458,9 +459,9 @@ def start_facts(flags: Flags, task: Task, strategy: Strategy) -> dict[str, Any]:
     }
 
 
-def build_watches(flags: Flags, task: Task, learner: Learner, strategy: Strategy, learning_rate: float) -> list[Watch]:
+def build_watches(flags: Flags, task: Task, learner: Learner, learning_rate: float) -> list[Watch]:
     """Creates the observers (`Watch`) of a run's steps. learning_rate: peak learning rate."""
-    advice = learner.advice_if_diverged(learning_rate)
+    strategy, advice = learner.strategy, learner.advice_if_diverged(learning_rate)
     watches: list[Watch] = []
     if flags.multi is not None and strategy.group.world_size > 1:
         watches = [Lockstep(learner.objective, strategy, flags.multi.lockstep_every), RankTimes(strategy.group)]
@@ -501,7 +502,7 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
     with refusing_sizes("the model", "lower the flags that set its size"):
         objective = strategy.place(build, task.blocks, complete)
     ema = ExponentialMovingAverage(objective.model, flags.learning.ema_decay)
-    parts = objective, in_precision(objective, precision), strategy.device, precision, flags.learning.max_grad_norm, ema
+    parts = objective, in_precision(objective, precision), strategy, precision, flags.learning.max_grad_norm, ema
     records = flags.blocks.cuda_graphs != "off" and strategy.device.type == "cuda"
     if objective.is_joint or rho > 0:
         return JointLearner(*parts) if objective.is_joint else SamLearner(*parts, rho=rho)
@@ -510,7 +511,7 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
     from trainer.loop.graphs import GraphedInParts, GraphedLearner
 
     kind = GraphedInParts if strategy.num_parts else GraphedLearner
-    return kind(*parts, strategy=strategy, only_if_faster=flags.blocks.cuda_graphs == "auto")
+    return kind(*parts, only_if_faster=flags.blocks.cuda_graphs == "auto")
 
 
 def example_batch(task: Task, phase: int, size: int, for_gpu: bool = False) -> Batch:

@@ -53,9 +53,7 @@ def score(run: Run, no_test: bool, baselines: Mapping[str, Baseline] | None = No
     if has_validation and not no_test:
         best = run.strategy.load_on_main(lambda: _best_weights(run.directory), LARGE)
         if best:
-            use_weights(
-                run.learner, best.pop("model"), run.strategy, "the best checkpoint", "choose another --save-dir"
-            )
+            use_weights(run.learner, best.pop("model"), "the best checkpoint", "choose another --save-dir")
             weights = best
         else:
             monitor = run.task.monitor[0]
@@ -127,7 +125,7 @@ def evaluate_only(flags: Flags, task: Task, strategy: Strategy) -> None:
         if not trained.comes_with_task:
             changes.refuse_other_data(source)
         hint = "leave out the flags that change the model" if trained.comes_with_task else changes.undo_hint()
-        use_weights(run.learner, state["model"], strategy, source, hint)
+        use_weights(run.learner, state["model"], source, hint)
         with strategy.unsharded(run.learner.objective):
             task.check_weights(run.learner.objective)
         lines = [*trained.remarks, *describe_run(run, flags), f"Evaluating {label}.", *changes.notes_on_data]
@@ -170,10 +168,10 @@ def check_only(flags: Flags, task: Task, strategy: Strategy) -> None:
         raise UserError("--check-task: the model is fitted, not trained, and has no loss to check; leave the flag out")
     exact = replace(flags, precision=replace(flags.precision, dtype="float64", amp="off"))
     with closing(assemble_run(exact, task, strategy, is_new=True)) as run:
-        initialise(run.learner, exact.checkpoint, task.shipped_weights(), strategy)
-        prepare_training(exact, task, run.learner, strategy, run.plan.orders, run.memory)
+        initialise(run.learner, exact.checkpoint, task.shipped_weights())
+        prepare_training(exact, task, run.learner, run.plan.orders, run.memory)
         lines = [
-            *check_sums(task, run.learner, strategy, no_limit=True),
+            *check_sums(task, run.learner, no_limit=True),
             *run.learner.buffers.forward_state.remarks(strategy.group.world_size),
         ]
         couples = run.learner.objective.coupled or run.learner.objective.is_joint

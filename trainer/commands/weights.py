@@ -69,27 +69,27 @@ def restore_what_fits(
     return comparison
 
 
-def use_weights(learner: Learner, weights: Mapping[str, Tensor], strategy: Strategy, source: str, hint: str) -> None:
+def use_weights(learner: Learner, weights: Mapping[str, Tensor], source: str, hint: str) -> None:
     """Loads a checkpoint's weights for evaluation: the moving average of the weights, if training computed one."""
-    restore_weights(learner.objective.model, weights, strategy, source, hint)
+    restore_weights(learner.objective.model, weights, learner.strategy, source, hint)
     learner.ema.restart()
 
 
-def resume_weights(learner: Learner, state: Mapping[str, Any], strategy: Strategy, hint: str) -> None:
+def resume_weights(learner: Learner, state: Mapping[str, Any], hint: str) -> None:
     """Loads a checkpoint's weights, and their moving average, to resume training."""
-    model, source = learner.objective.model, "the checkpoint"
+    model, strategy, source = learner.objective.model, learner.strategy, "the checkpoint"
     restore_weights(model, state["model"], strategy, source, hint)
     learner.ema.restore(state)
     if "training_model" in state:
         restore_weights(model, state["training_model"], strategy, source, hint)
 
 
-def initialise(learner: Learner, given: CheckpointFlags, shipped: Path | None, strategy: Strategy) -> list[str]:
+def initialise(learner: Learner, given: CheckpointFlags, shipped: Path | None) -> list[str]:
     """Loads the initial weights of a new run, if flags or the task name a file; returns notes for the user.
 
     shipped: result of `Task.shipped_weights`. Raises UserError if weights do not fit.
     """
-    model, notes = learner.objective.model, []
+    model, strategy, notes = learner.objective.model, learner.strategy, list[str]()
     if given.init_from is not None:
         label = f"--init-from {given.init_from}"
         hint = "use weights of a model with the same flags, or load only the fitting weights with --init-from-partial"

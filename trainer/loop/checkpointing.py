@@ -22,7 +22,6 @@ from trainer.loop.run import Run
 from trainer.loop.totals import share_of
 from trainer.parallel.group import Group
 from trainer.parallel.optimizer_states import state_of as state_of_optimizer
-from trainer.parallel.strategy import Strategy
 from trainer.task import Task, training_streams
 
 Outline = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -181,11 +180,12 @@ def refuse_non_finite(learner: Learner, weights: Mapping[str, Tensor], progress:
     )
 
 
-def restore_progress(learner: Learner, strategy: Strategy, state: Mapping[str, Any]) -> Progress:
+def restore_progress(learner: Learner, state: Mapping[str, Any]) -> Progress:
     """Restores progress, optimizer states and buffers from a checkpoint whose weights are already loaded.
 
     All processes must call this function. Raises UserError if the optimizer states do not fit the optimizers.
     """
+    strategy = learner.strategy
     learner.buffers.forward_state.restore(state.get("other_buffers", {}))
     dtype = getattr(torch, state["config"]["--dtype"])
     strategy.load_moments(state["optimizers"], learner.optimizers, dtype)

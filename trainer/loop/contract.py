@@ -188,7 +188,7 @@ def check_same_parameters(objective: nn.Module, group: Group, where: str) -> Non
     )
 
 
-def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) -> tuple[bool, float]:
+def try_phase(learner: Learner, phase: str, example: Batch) -> tuple[bool, float]:
     """Tries a phase's forward and backward pass, without side effects. All processes must call this function.
 
     Returns whether the forward pass itself runs collectives, and its CPU time in seconds. example: a batch with weights
@@ -197,8 +197,8 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
     DistributedDataParallel rebuilds its buckets after its first backward pass, which changes the order of summation.
     Without a trial, a resumed run would add its first step's gradients in another order than an uninterrupted run.
     """
-    net, objective = learner.enter(phase), learner.objective
-    with _leaving_no_trace(learner, net, strategy) as changes:
+    net, objective, strategy = learner.enter(phase), learner.objective, learner.strategy
+    with _leaving_no_trace(learner, net) as changes:
         before = {
             name: (parameter, num_writes(parameter))
             for name, parameter in objective.named_parameters()
@@ -235,24 +235,22 @@ def try_phase(learner: Learner, strategy: Strategy, phase: str, example: Batch) 
     return told
 
 
-def check_exchanges(learner: Learner, strategy: Strategy, phase: str, order: SampleOrder, example: Batch) -> None:
+def check_exchanges(learner: Learner, phase: str, order: SampleOrder, example: Batch) -> None:
     """Raises UserError if the collectives of a forward pass depend on its number of samples.
 
     In a step, processes may get different numbers of samples. All processes must call this function.
     """
-    size, group = len(example["weight"]), strategy.group
+    size, strategy, group = len(example["weight"]), learner.strategy, learner.strategy.group
     if size == 1 or strategy.exchanges_in_forward or not any(each % group.world_size for each in order.step_sizes):
         return
     counted = {**example, "weight": torch.ones_like(example["weight"])}
     batch = {name: tensor[: size if group.is_main else 1].to(strategy.device) for name, tensor in counted.items()}
     where = forward_name(learner.objective, phase)
-    with _leaving_no_trace(learner, learner.net, strategy):
+    with _leaving_no_trace(learner, learner.net):
         require_equal_exchanges(where, group, partial(learner.net, batch, phase))
 
 
-def check_single_samples(
-    learner: Learner, strategy: Strategy, phase: str, order: SampleOrder, split: BatchSplit, example: Batch
-) -> None:
+def check_single_samples(learner: Learner, phase: str, order: SampleOrder, split: BatchSplit, example: Batch) -> None:
     """Raises UserError if a training forward pass would get a single sample, which a batch norm of the model rejects.
 
     Runs a trial, because BatchNorm2d accepts a single sample of several pixels. All processes must call this function.
@@ -260,13 +258,13 @@ def check_single_samples(
     if not any(isinstance(module, BATCH_NORMS) for module in learner.objective.modules()):
         return
     refused = sorted(
-        size for size in order.step_sizes if leaves_a_single_sample(strategy, size, split.micro_batch_size)
+        size for size in order.step_sizes if leaves_a_single_sample(learner.strategy, size, split.micro_batch_size)
     )
     if not refused:
         return
     try:
-        single = {name: tensor[:1].to(strategy.device) for name, tensor in example.items()}
-        with _leaving_no_trace(learner, learner.net, strategy):
+        single = {name: tensor[:1].to(learner.strategy.device) for name, tensor in example.items()}
+        with _leaving_no_trace(learner, learner.net):
             learner.net(single, phase)
     except ValueError as error:
         if not str(error).startswith("Expected more than 1 value per channel"):
@@ -290,10 +288,10 @@ def leaves_a_single_sample(strategy: Strategy, global_batch_size: int, micro_bat
 
 
 @contextmanager
-def _leaving_no_trace(learner: Learner, net: nn.Module, strategy: Strategy) -> Iterator[Callable[[], list[Change]]]:
+def _leaving_no_trace(learner: Learner, net: nn.Module) -> Iterator[Callable[[], list[Change]]]:
     """Context for trial forward passes in train mode; yields a function that lists changes; undoes them on exit."""
     net.train()
-    with leaving_no_trace(learner.objective) as changes, strategy.keeping_generators():
+    with leaving_no_trace(learner.objective) as changes, learner.strategy.keeping_generators():
         yield changes
     learner.objective.zero_grad(set_to_none=True)
 

@@ -58,7 +58,7 @@ def evaluate(run: Run, split: str) -> Sums:
         learner.begin_evaluation()
         for (batch, weight, num_counted), _ in agree_ahead(batches, run.group, run.stop):
             run.group.activity.enter("evaluation")
-            outputs = learner.evaluate(net, run.strategy, batch)
+            outputs = learner.evaluate(net, batch)
             require_sums(outputs, learner.objective, None)
             sums = {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
             totals.add(sums if num_counted > 0 else without_counting(sums), weight)
@@ -161,7 +161,7 @@ def log_pictures(run: Run, sums: Mapping[str, Sums]) -> None:
             found = dict(task.pictures(own))
             if has_examples:
                 num_samples = len(task.splits()[split])
-                found |= example_pictures(task, learner, strategy, run.loaders[split], num_samples)
+                found |= example_pictures(task, learner, run.loaders[split], num_samples)
             pictures |= {f"{split}/{name}": picture for name, picture in found.items()}
         run.log.pictures(run.progress.step, pictures)
 
@@ -173,12 +173,10 @@ def log_pictures(run: Run, sums: Mapping[str, Sums]) -> None:
 
 
 @torch.no_grad()
-def example_pictures(
-    task: Task, learner: Learner, strategy: Strategy, loader: BatchLoader, num_samples: int
-) -> Mapping[str, Picture]:
+def example_pictures(task: Task, learner: Learner, loader: BatchLoader, num_samples: int) -> Mapping[str, Picture]:
     """Draws pictures of up to `NUM_EXAMPLES` samples, spread evenly over the data set, without side effects."""
     keys = SampleKeys(np.unique(np.linspace(0, num_samples - 1, NUM_EXAMPLES).astype(np.int64)), epoch=0)
-    objective, precision = learner.objective, learner.precision
+    objective, precision, strategy = learner.objective, learner.precision, learner.strategy
     batch = of_dtype({name: tensor.to(strategy.device) for name, tensor in loader.one(keys).items()}, precision.dtype)
     was_training = objective.training
     objective.eval()
@@ -192,13 +190,13 @@ def example_pictures(
 # --- the start of an epoch ---------------------------------------------------------------------------------------
 
 
-def start_epoch(task: Task, learner: Learner, strategy: Strategy, epoch: int, log: RunLog | SilentLog) -> None:
+def start_epoch(task: Task, learner: Learner, epoch: int, log: RunLog | SilentLog) -> None:
     """Calls `Task.on_epoch_start` on every process. epoch: number of completed epochs.
 
     Raises UserError if the method changes which parameters require gradients, or if weights or buffers then differ
     between processes.
     """
-    method = type(task).on_epoch_start
+    method, strategy = type(task).on_epoch_start, learner.strategy
     if method is Task.on_epoch_start:
         return
     strategy.group.activity.enter("the start of the epoch")

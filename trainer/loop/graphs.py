@@ -35,7 +35,6 @@ from trainer.loop.recording import CannotBeRecorded, Packed, Recorder, Recording
 from trainer.loop.totals import require_sums
 from trainer.loop.watch import Log, StepRecord, Watch
 from trainer.parallel.flat_gradients import FlatGradients
-from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Outputs, Sums, sparse_parameters
 
 Key = tuple[Any, ...]
@@ -144,7 +143,6 @@ class GraphedLearner(Learner, Watch):
     with an eager run.
     """
 
-    strategy: Strategy = field(kw_only=True)
     only_if_faster: bool = field(kw_only=True)
     _gradients: dict[str, Gradients | None] = field(default_factory=dict, init=False)
     _rates: dict[str, list[Tensor]] = field(default_factory=dict, init=False)
@@ -158,9 +156,9 @@ class GraphedLearner(Learner, Watch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._recorder = Recorder(self.device)
+        self._recorder = Recorder(self.strategy.device)
         self._recordings: Recordings[Recording] = Recordings(MOST_GRAPHS)
-        self._factor = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._factor = torch.zeros((), dtype=torch.float64, device=self.strategy.device)
         self._forwards = RecordedForwards(self.objective, self.strategy)
         self._held_in_evaluation: dict[str, Any] = {}
         self._records_evaluation = False
@@ -228,12 +226,10 @@ class GraphedLearner(Learner, Watch):
 
     # --- forward and backward -----------------------------------------------------------------------------------------
 
-    def accumulate(
-        self, strategy: Strategy, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool
-    ) -> Sums:
-        gradients = self._gradients_of(phase)
+    def accumulate(self, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool) -> Sums:
+        gradients, strategy = self._gradients_of(phase), self.strategy
         if gradients is None:
-            return super().accumulate(strategy, phase, micro_batch, factor, is_first, is_last)
+            return super().accumulate(phase, micro_batch, factor, is_first, is_last)
         if is_first:
             gradients.begin()
         self.enter(phase)
@@ -242,7 +238,7 @@ class GraphedLearner(Learner, Watch):
 
         def launch() -> Sums:
             gradients.attach()
-            sums = super(GraphedLearner, self).accumulate(strategy, phase, micro_batch, factor, is_first, is_last)
+            sums = super(GraphedLearner, self).accumulate(phase, micro_batch, factor, is_first, is_last)
             if any(
                 p.grad is not None and p.grad.is_sparse for p in self.params[phase]
             ):  # from F.embedding(sparse=True), which `sparse_parameters` cannot find
@@ -345,12 +341,12 @@ class GraphedLearner(Learner, Watch):
         return sums
 
     def _moment(self, gradients: Gradients) -> Moment:
-        generators = torch.default_generator, torch.cuda.default_generators[self.device.index]
+        generators = torch.default_generator, torch.cuda.default_generators[self.strategy.device.index]
         return Moment(gradients, self.objective, generators)
 
     def _recorded(self, phase: str, gradients: Gradients, micro_batch: WeightedBatch, before: Moment) -> Recording:
         """Captures forward and backward passes after a dry run that detects waits for the GPU, which break captures."""
-        inputs = {name: tensor.to(self.device, copy=True) for name, tensor in micro_batch.batch.items()}
+        inputs = {name: tensor.to(self.strategy.device, copy=True) for name, tensor in micro_batch.batch.items()}
 
         def work() -> Packed:
             own = {name: tensor.detach() for name, tensor in inputs.items()}  # a forward may change this dictionary
@@ -373,19 +369,19 @@ class GraphedLearner(Learner, Watch):
         """Returns whether to capture a graph for a signature; may empty PyTorch's cache."""
         if not self._recordings.is_wanted(key):
             return False
-        if torch.cuda.mem_get_info(self.device)[0] < torch.cuda.memory_reserved(self.device):
+        if torch.cuda.mem_get_info(self.strategy.device)[0] < torch.cuda.memory_reserved(self.strategy.device):
             torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.device)
+        free, total = torch.cuda.mem_get_info(self.strategy.device)
         if self._recordings and free < LEAST_FREE * total:
             self._recordings.left_out.add(key)
             return False
         return True
 
     def _timed(self, function: Callable[[], Sums]) -> tuple[Sums, float]:
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(self.strategy.device)
         start = time.perf_counter()
         sums = function()
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(self.strategy.device)
         return sums, time.perf_counter() - start
 
     def _named(self, phase: str, gradients: Gradients, sums: Sums) -> dict[str, Tensor]:
@@ -406,9 +402,9 @@ class GraphedLearner(Learner, Watch):
         self._held_in_evaluation = held
         self._records_evaluation = is_same and self._obstacle_of_forwards() is None
 
-    def evaluate(self, net: nn.Module, strategy: Strategy, batch: Batch) -> Outputs:
+    def evaluate(self, net: nn.Module, batch: Batch) -> Outputs:
         outputs = self._attempt(lambda: self._evaluated(net, batch)) if self._records_evaluation else None
-        return outputs if outputs is not None else super().evaluate(net, strategy, batch)
+        return outputs if outputs is not None else super().evaluate(net, batch)
 
     def _evaluated(self, net: nn.Module, batch: Batch) -> Outputs:
         was_recorded = self._forwards.problem is None
@@ -465,7 +461,7 @@ class GraphedLearner(Learner, Watch):
         groups = self._groups(phase)
         before = [dict(group) for group in groups]
         try:
-            rates = self._rates.setdefault(phase, [torch.zeros((), device=self.device) for _ in groups])
+            rates = self._rates.setdefault(phase, [torch.zeros((), device=self.strategy.device) for _ in groups])
             for group, rate in zip(groups, rates, strict=True):
                 group |= {"lr": rate} | ({"capturable": True} if "capturable" in group else {})
             graph, results = self._recorder.record(lambda: Packed(self.apply_gradients(phase, global_norm)._asdict()))

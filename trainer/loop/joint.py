@@ -85,32 +85,31 @@ class JointLearner(Learner, Watch):
         return [line] if norms else []
 
     def accumulate_window(
-        self, strategy: Strategy, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]
+        self, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]
     ) -> Sums:
         """Runs a step's forward and backward passes; returns the sums over all ranks on rank 0, and zeros on others."""
         num_samples = [micro_batch.num_samples for micro_batch in window]
-        handing_on = partial(self._handing_on, strategy, phase, num_samples, factor, key)
+        handing_on = partial(self._handing_on, phase, num_samples, factor, key)
         try:
             if len(window) == 1:
                 self._forward.use = lambda rows: handing_on([rows])(rows)
             else:
                 self._forward.use, self._found = dict, []
-                super().accumulate_window(strategy, phase, window, factor, key)
+                super().accumulate_window(phase, window, factor, key)
                 found, self._found = self._found, None
                 self._forward.use = handing_on(found)
                 if self.buffers.is_active:
                     self.buffers.undo()
                     self.buffers.keep()
-            return super().accumulate_window(strategy, phase, window, factor, key)
+            return super().accumulate_window(phase, window, factor, key)
         finally:
             self._forward.use = self._found = None
 
-    def accumulate(
-        self, strategy: Strategy, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool
-    ) -> Sums:
+    def accumulate(self, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool) -> Sums:
         if self._found is None:
-            return super().accumulate(strategy, phase, micro_batch, factor, is_first, is_last)
-        net, batch = self.enter(phase), strategy.to_device(micro_batch.batch)
+            return super().accumulate(phase, micro_batch, factor, is_first, is_last)
+        net, strategy = self.enter(phase), self.strategy
+        batch = strategy.to_device(micro_batch.batch)
         strategy.group.activity.enter("forward")
         within = self.buffers.of_samples(micro_batch.num_samples) if self.buffers.is_active else nullcontext()
         with torch.no_grad(), strategy.gradient_sync(net, enabled=False), within:
@@ -119,7 +118,6 @@ class JointLearner(Learner, Watch):
 
     def _handing_on(
         self,
-        strategy: Strategy,
         phase: str,
         num_samples: Sequence[int],
         factor: float,
@@ -137,9 +135,9 @@ class JointLearner(Learner, Watch):
         if (other := next((kind for kind in kinds if kind != kinds[0]), None)) is not None:
             raise UserError(f"{type(self.objective).__name__}.outputs: returned {kinds[0]} and {other}; {ALIKE}")
         own = {name: torch.cat([part[name].detach() for part in counted])[: sum(num_samples)] for name in counted[0]}
-        group = strategy.group
+        group = self.strategy.group
         rows = {name: value.detach() for name, value in in_global_order(group, own).items()}
-        strategy.seed_dropout(*key, 0, same_everywhere=True)
+        self.strategy.seed_dropout(*key, 0, same_everywhere=True)
         group.activity.enter("forward")
         sums, of_rows, of_params = self._gradients(phase, rows, factor)
         zeros = without_counting(sums)
@@ -163,7 +161,7 @@ class JointLearner(Learner, Watch):
         for leaf in leaves.values():
             leaf.requires_grad_()
         params: list[Tensor] = [*self.params[phase]]
-        device = self.device.type
+        device = self.strategy.device.type
         with torch.enable_grad(), self.precision.autocast(device):
             sums = self.objective.joint_loss(rows, phase)
         require_sums(sums, self.objective, phase)

@@ -53,16 +53,14 @@ NUM_ROWS, MORE_IN_HALVES, LESS_TWICE = 16, 1.25, 1.6
 together exceed the first factor times the loss, and duplicating all samples multiplies it by less than the second."""
 
 
-def check_sums(
-    task: Task, learner: Learner, strategy: Strategy, no_limit: bool = False, first_s: float = 0.0
-) -> list[str]:
+def check_sums(task: Task, learner: Learner, no_limit: bool = False, first_s: float = 0.0) -> list[str]:
     """Returns messages about sums that depend on how a batch is split. Raises UserError if a "sum" is a mean.
 
     Runs a few samples of each phase and of an evaluated data set through the objective, as a whole and in halves,
     without side effects. no_limit: whether to check slow models too. first_s: CPU seconds of the slowest phase's first
     forward pass. All processes must call this function.
     """
-    objective, remarks = learner.objective, list[str]()
+    objective, strategy, remarks = learner.objective, learner.strategy, list[str]()
     if objective.coupled:
         return remarks
     clock = _Clock(strategy.group, not no_limit, first_s)
@@ -71,14 +69,14 @@ def check_sums(
         learner.enter(phase)
         num_samples = min(NUM_ROWS if objective.is_joint else NUM_SAMPLES, len(dataset))
         batches = _batches(dataset, task.collate, num_samples, index, strategy)
-        remarks += _of_mode(where, learner, strategy, batches, clock, phase)
+        remarks += _of_mode(where, learner, batches, clock, phase)
     splits = task.splits()
     split = next(iter([*validation_sets(splits), "test"]))
     if split != "test" and objective.is_joint and task.monitor[0] == "val/loss":
         remarks.append(JOINT_MONITOR)
     if split in splits and not objective.is_joint:
         batches = _batches(splits[split], task.collate, min(NUM_SAMPLES, len(splits[split])), 0, strategy)
-        remarks += _of_mode(forward_name(objective, None), learner, strategy, batches, clock, None)
+        remarks += _of_mode(forward_name(objective, None), learner, batches, clock, None)
     return remarks
 
 
@@ -112,14 +110,12 @@ def _batches(
         yield {name: tensor.to(device) for name, tensor in gathered(dataset, collate, keys).items()}
 
 
-def _of_mode(
-    where: str, learner: Learner, strategy: Strategy, batches: Iterator[Batch], clock: _Clock, phase: str | None
-) -> list[str]:
+def _of_mode(where: str, learner: Learner, batches: Iterator[Batch], clock: _Clock, phase: str | None) -> list[str]:
     """Returns messages about the sums of a phase, or of the evaluation if phase is None."""
     first = next(batches, None) if clock.allows(2 * NUM_PARTS if phase is None else 1) else None
     if first is None:
         return []
-    objective = learner.objective
+    objective, strategy = learner.objective, learner.strategy
     modes = [(module, module.training) for module in objective.modules()]
 
     def sums(batch: Batch, seed: int) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ class Learner:
 
     objective: Objective
     net: nn.Module
-    device: torch.device
+    strategy: Strategy
     precision: Precision
     max_grad_norm: float
     ema: ExponentialMovingAverage
@@ -94,7 +94,7 @@ class Learner:
         return False
 
     def accumulate_window(
-        self, strategy: Strategy, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]
+        self, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]
     ) -> Sums:
         """Accumulates the gradient of loss * factor over a step's micro-batches; returns the objective's sums.
 
@@ -104,22 +104,20 @@ class Learner:
         same_masks = self.objective.same_masks
         try:
             for i, micro_batch in enumerate(window):
-                FORWARD.now = strategy, micro_batch.num_samples, len(window)
-                strategy.seed_dropout(*key, 0 if same_masks else i, same_everywhere=same_masks)
+                FORWARD.now = self.strategy, micro_batch.num_samples, len(window)
+                self.strategy.seed_dropout(*key, 0 if same_masks else i, same_everywhere=same_masks)
                 is_first, is_last = i == 0, i == len(window) - 1
-                add_sums(sums, self.accumulate(strategy, phase, micro_batch, factor, is_first, is_last))
+                add_sums(sums, self.accumulate(phase, micro_batch, factor, is_first, is_last))
         finally:
             FORWARD.now = None
         return sums
 
-    def accumulate(
-        self, strategy: Strategy, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool
-    ) -> Sums:
+    def accumulate(self, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool) -> Sums:
         """Accumulates the gradient of a micro-batch's loss * factor; returns sums that carry an autograd graph.
 
         is_first, is_last: whether the micro-batch is the step's first or last.
         """
-        net, activity = self.enter(phase), strategy.group.activity
+        net, strategy, activity = self.enter(phase), self.strategy, self.strategy.group.activity
         batch, _, num_samples = micro_batch
         within = self.buffers.of_samples(num_samples) if self.buffers.is_active else nullcontext()
         with strategy.gradient_sync(net, enabled=is_last), within:
@@ -136,9 +134,9 @@ class Learner:
     def begin_evaluation(self) -> None:
         """Prepares an evaluation; the model is in eval mode and has the weights to evaluate."""
 
-    def evaluate(self, net: nn.Module, strategy: Strategy, batch: Batch) -> Outputs:
+    def evaluate(self, net: nn.Module, batch: Batch) -> Outputs:
         """Returns the objective's outputs for a batch in eval mode. net: from `Strategy.evaluation_module`."""
-        outputs: Outputs = net(strategy.to_device(batch))
+        outputs: Outputs = net(self.strategy.to_device(batch))
         return outputs
 
     def update(self, phase: str, learning_rate: float, global_norm: Callable[[Tensor], Tensor]) -> StepOutcome:

@@ -27,7 +27,6 @@ from trainer.loop.learner import Learner
 from trainer.loop.module_state import leaving_no_trace
 from trainer.loop.optimizers import moments_of
 from trainer.loop.plan import BatchSplit, Plan, split_batch
-from trainer.parallel.strategy import Strategy
 from trainer.task import Task, training_streams
 
 T = TypeVar("T")
@@ -99,11 +98,10 @@ class MemoryGuard:
         splits: tuple[BatchSplit, ...],
         limit: MemoryLimit,
         learner: Learner,
-        strategy: Strategy,
         directory: RunDirectory,
     ) -> None:
         self.splits, self.limit = splits, limit
-        self._learner, self._strategy, self._directory = learner, strategy, directory
+        self._learner, self._strategy, self._directory = learner, learner.strategy, directory
 
     def apply(self, limit: MemoryLimit) -> None:
         """Applies a limit to the first phase, and reduces the other phases' batch sizes in proportion."""

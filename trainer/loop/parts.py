@@ -62,9 +62,7 @@ class PartsLearner(Learner):
         super().__post_init__()
         self.buffers = PartBuffers(self.objective)
 
-    def accumulate(
-        self, strategy: Strategy, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool
-    ) -> Sums:
+    def accumulate(self, phase: str, micro_batch: WeightedBatch, factor: float, is_first: bool, is_last: bool) -> Sums:
         """Works like `Learner.accumulate`, but returns {} until the last part, and then the sums of all parts."""
         if is_first:
             self._rows: list[Sums] = []
@@ -73,7 +71,7 @@ class PartsLearner(Learner):
         if micro_batch.num_samples > 0:
             # Every part starts without gradients (is_first) and exchanges none with other processes (not is_last).
             with self.buffers.of_part(micro_batch.num_samples) if self.buffers.is_active else nullcontext():
-                sums = super().accumulate(strategy, phase, micro_batch, factor, is_first=True, is_last=False)
+                sums = super().accumulate(phase, micro_batch, factor, is_first=True, is_last=False)
             self._grads.add(take_grads(params))
         self._rows.append({name: value.detach() for name, value in sums.items()})
         if not is_last:

@@ -29,7 +29,6 @@ from trainer.loop.progress import Progress
 from trainer.loop.run import Run
 from trainer.loop.watch import Log, Place, StepRecord, Watch
 from trainer.parallel.devices import DeviceQueue
-from trainer.parallel.strategy import Strategy
 
 COPY_WITHIN_S = 15.0
 """Maximum seconds for copying the state; a launcher such as torchrun kills processes 30 s after one has died."""
@@ -144,7 +143,7 @@ def _save_last_step(run: Run, last: LastStep) -> bool:
     if not directory.is_held:
         _take_over(directory)
     num_saved = directory.entries[-1].step if directory.entries else 0
-    copied = partial(_copied, run.learner, run.strategy, last, num_saved, run.model_outline, run.facts)
+    copied = partial(_copied, run.learner, last, num_saved, run.model_outline, run.facts)
     # limited, because the GPU driver may block forever
     state = within(COPY_WITHIN_S, copied) if run.strategy.has_full_state else None
     # A best checkpoint that is not yet on disk is lost with its writer; the saved state must not refer to it.
@@ -173,13 +172,13 @@ def _take_over(directory: RunDirectory) -> None:
 
 
 def _copied(
-    learner: Learner, strategy: Strategy, last: LastStep, num_saved: int, outline: Outline, facts: dict[str, Any]
+    learner: Learner, last: LastStep, num_saved: int, outline: Outline, facts: dict[str, Any]
 ) -> dict[str, Any] | None:
     """Copies the state after the last finished step.
 
     Returns None if the state is already saved or changes during the copy. num_saved: step of the newest checkpoint.
     """
-    before = last.find()
+    before, strategy = last.find(), learner.strategy
     if before is None or before[0].progress.step <= num_saved or learner.ema.is_applied:
         return None
     step, is_in_next = before

@@ -47,15 +47,15 @@ class SamLearner(Learner, Watch):
         return [f"--sam-rho {self.rho:g}: every step takes two forward and backward passes."]
 
     def accumulate_window(
-        self, strategy: Strategy, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]
+        self, phase: str, window: Sequence[WeightedBatch], factor: float, key: tuple[int, ...]
     ) -> Sums:
         """Works like `Learner.accumulate_window`; sums and buffers come from the first pass, before weights move."""
-        sums = super().accumulate_window(strategy, phase, window, factor, key)
+        sums = super().accumulate_window(phase, window, factor, key)
         sums = {name: value.detach() for name, value in sums.items()}
         params = self.params[phase]
         if self.buffers.is_active:
-            self.buffers.agree(strategy)
-        strategy.exchange(params)
+            self.buffers.agree(self.strategy)
+        self.strategy.exchange(params)
         moved: list[Tensor] = [parameter for parameter in params if parameter.grad is not None]
         kept = [parameter.detach().clone() for parameter in moved]
         try:
@@ -65,7 +65,7 @@ class SamLearner(Learner, Watch):
             for parameter in params:
                 parameter.grad = None
             with self.buffers.left_alone() if self.buffers.is_active else nullcontext():
-                super().accumulate_window(strategy, phase, window, factor, key)
+                super().accumulate_window(phase, window, factor, key)
         finally:  # a rescue (a save after a failure) needs the unmoved weights
             foreach_copy_([parameter.data for parameter in moved], kept)
             for watch in self.watches:

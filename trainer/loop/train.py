@@ -28,7 +28,6 @@ from trainer.loop.run import Run
 from trainer.loop.watch import Log, StepRecord, StepResult, Watch, settle
 from trainer.loop.windows import Agreed, StopRequested, Window, agree_ahead
 from trainer.parallel.group import Group
-from trainer.parallel.strategy import Strategy
 
 
 def train(run: Run) -> None:
@@ -69,7 +68,7 @@ def train_epoch(run: Run) -> None:
     if progress.position.at_epoch_start:
         progress.start_epoch(progress.position.epoch, run.task.phases)
         run.task.at = progress.where(plan, run.group)
-        start_epoch(run.task, run.learner, run.strategy, progress.position.epoch, run.log)
+        start_epoch(run.task, run.learner, progress.position.epoch, run.log)
 
     def clock() -> tuple[bool, bool]:
         """Returns whether the time of `--max-minutes` is up, and whether a checkpoint is due."""
@@ -111,8 +110,7 @@ def end_segment(watches: Sequence[Watch], log: Log) -> None:
 
 def train_window(run: Run, window: Window, agreed: Agreed) -> None:
     """Runs one optimizer step, then logs and saves if either is due. agreed: values summed over all processes."""
-    strategy, plan, progress, settings = run.strategy, run.plan, run.progress, run.settings
-    group = strategy.group
+    group, plan, progress, settings = run.strategy.group, run.plan, run.progress, run.settings
     step, phase, record, logs = window.step, run.task.phases[window.step.phase], None, False
     num_samples = step.end - step.start
     group.activity.step = progress.step + 1
@@ -126,7 +124,7 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
                 micro_batches = run.memory.fitting(step.phase, micro_batches)
             try:
                 result = train_step(
-                    run.learner, strategy, phase, micro_batches, agreed.weight, dropout_key, learning_rate, run.watches
+                    run.learner, phase, micro_batches, agreed.weight, dropout_key, learning_rate, run.watches
                 )
                 break
             except RuntimeError as error:
@@ -168,7 +166,6 @@ def saves_after_step(progress: Progress, plan: Plan, interval: int, clock_asks: 
 
 def train_step(
     learner: Learner,
-    strategy: Strategy,
     phase: str,
     window: Sequence[WeightedBatch],
     total_weight: float,
@@ -182,13 +179,13 @@ def train_step(
     terms in the step over all processes, above 0. Each micro-batch's summed loss is divided by total_weight, so
     gradients add up to the gradient of the mean over all loss terms.
     """
-    buffers = learner.buffers if learner.buffers.is_active else None
+    strategy, buffers = learner.strategy, learner.buffers if learner.buffers.is_active else None
     if buffers is not None:
         buffers.keep()
     for watch in watches:
         watch.at("forward")
     factor = strategy.gradient_divisor / total_weight
-    sums = learner.accumulate_window(strategy, phase, window, factor, dropout_key)
+    sums = learner.accumulate_window(phase, window, factor, dropout_key)
     if buffers is not None:
         buffers.agree(strategy)
     strategy.exchange(learner.params[phase])
