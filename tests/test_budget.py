@@ -12,7 +12,7 @@ LINES_AND_FILES = {
     "failure": (677, 4),
     "loading": (1809, 11),
     "logs": (794, 6),
-    "loop": (6635, 30),
+    "loop": (6629, 30),
     "parallel": (3075, 14),
     "trainer": (2909, 8),
 }

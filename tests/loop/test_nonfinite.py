@@ -19,10 +19,10 @@ from trainer.loading.order import EpochOrder, Position
 from trainer.logs.run_log import SilentLog
 from trainer.loop.outcomes import StepOutcomes
 from trainer.loop.plan import PlannedStep, ShuffledOrder
-from trainer.loop.precision import SCALE_FLOOR, Precision
+from trainer.loop.precision import SCALE_FLOOR, Precision, StepOutcome
 from trainer.loop.progress import Progress
 from trainer.loop.totals import Totals
-from trainer.loop.watch import StepRecord, StepResult
+from trainer.loop.watch import StepRecord
 from trainer.parallel.devices import GROUP_SIZE, DeviceQueue
 from trainer.parallel.strategy import SingleDevice
 
@@ -374,7 +374,7 @@ def test_sums_exclude_steps_that_were_not_applied():
 def record(step, alarm):
     zero, applied = torch.tensor(0.0), torch.tensor(not alarm)
     planned = PlannedStep(0, 0, 0, 1, Position(), 0.0)
-    return StepRecord(step, planned, ShuffledOrder(0, 0, 1, 1, 1), StepResult({"loss": zero}, zero, applied, ~applied))
+    return StepRecord(step, planned, ShuffledOrder(0, 0, 1, 1, 1), {"loss": zero}, StepOutcome(zero, applied, ~applied))
 
 
 class Skips(SilentLog):

@@ -23,7 +23,7 @@ class StepOutcomes(Watch):
 
     advice: text for error messages that names flags which can prevent divergence.
 
-    On the CPU, each step is checked immediately. On a GPU, this class copies `StepResult.alarm` to the host in groups
+    On the CPU, each step is checked immediately. On a GPU, this class copies `StepOutcome.alarm` to the host in groups
     of `GROUP_SIZE` steps. It reads a group when the next is full, so that all processes handle alarms at the same step.
     """
 
@@ -42,7 +42,7 @@ class StepOutcomes(Watch):
         if record is None:
             return
         if not self._queue.lag:
-            if record.result.alarm:
+            if record.outcome.alarm:
                 self._deal_with(record, log)
             return
         self._new.append(record)
@@ -60,7 +60,7 @@ class StepOutcomes(Watch):
         sent, alarms = self._sent, self._alarms()
         self._sent, self._new = self._new, []
         if self._sent:
-            values = torch.stack([torch.as_tensor(record.result.alarm) for record in self._sent])
+            values = torch.stack([torch.as_tensor(record.outcome.alarm) for record in self._sent])
             self._alarms = self._queue.fetch(values)
         else:
             self._alarms = list
@@ -84,7 +84,7 @@ class StepOutcomes(Watch):
         """Describes a non-finite step: its cause, rank and samples. All processes must call this method."""
         step, world_size = record.planned, self._strategy.group.world_size
         own_loss_is_bad = torch.zeros(world_size, dtype=torch.float64)
-        loss = record.result.sums.get("loss", torch.zeros(()))  # with --parts, a process may have no samples
+        loss = record.sums.get("loss", torch.zeros(()))  # with --parts, a process may have no samples
         own_loss_is_bad[self._strategy.group.rank] = not bool(torch.isfinite(loss).all())
         ranks = self._strategy.group.sum(own_loss_is_bad).nonzero().flatten().tolist()
         if ranks:

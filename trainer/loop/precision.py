@@ -32,7 +32,11 @@ _OF_PARTS = ("DTensor", "Sharding propagation", "placement")
 
 
 class StepOutcome(NamedTuple):
-    """Result of an optimizer update. applied: whether weights changed. alarm: whether to report a skipped step."""
+    """Result of an optimizer update, equal on all processes.
+
+    grad_norm: global gradient norm before clipping. applied: whether weights changed, as they do if the norm is finite.
+    alarm: whether to report a skipped step. On the CPU, `applied` and `alarm` are bools.
+    """
 
     grad_norm: Tensor
     applied: bool | Tensor

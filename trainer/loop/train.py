@@ -23,11 +23,13 @@ from trainer.loop.evaluate import (
 from trainer.loop.learner import Learner
 from trainer.loop.memory import OPTIMIZER
 from trainer.loop.plan import Plan
+from trainer.loop.precision import StepOutcome
 from trainer.loop.progress import Progress
 from trainer.loop.run import Run
-from trainer.loop.watch import Log, StepRecord, StepResult, Watch, settle
+from trainer.loop.watch import Log, StepRecord, Watch, settle
 from trainer.loop.windows import Agreed, StopRequested, Window, agree_ahead
 from trainer.parallel.group import Group
+from trainer.task import Sums
 
 
 def train(run: Run) -> None:
@@ -123,7 +125,7 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
             if run.memory.limit.batch_size is not None:
                 micro_batches = run.memory.fitting(step.phase, micro_batches)
             try:
-                result = train_step(
+                sums, outcome = train_step(
                     run.learner, phase, micro_batches, agreed.weight, dropout_key, learning_rate, run.watches
                 )
                 break
@@ -131,9 +133,9 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
                 run.memory.require_hope(error)
             # Frees memory outside the handler, because the exception's frames refer to tensors.
             run.memory.make_room(step.phase, run.log.say)
-        progress.totals[phase].add(result.sums, window.weight, result.applied)
+        progress.totals[phase].add(sums, window.weight, outcome.applied)
         progress.advance(step.after, num_samples, window.num_samples)
-        record = StepRecord(progress.step, step, plan.orders[step.phase], result)
+        record = StepRecord(progress.step, step, plan.orders[step.phase], sums, outcome)
         logs = plan.logs_after(progress.step, step, settings.log_interval)
     else:
         progress.advance(step.after)
@@ -145,7 +147,7 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
         settle(run.watches, run.log)
     if logs:
         report_saving(run.saver, run.log)
-        log_step(phase, run.task.phases, learning_rate, result.grad_norm, progress, group, run.log)
+        log_step(phase, run.task.phases, learning_rate, outcome.grad_norm, progress, group, run.log)
     if record is not None and phase not in run.tried_saving:
         try_saving(run.learner, group, run.model_outline, progress, run.learning_rate.peak)
         run.tried_saving.add(phase)
@@ -172,8 +174,8 @@ def train_step(
     dropout_key: tuple[int, ...],
     learning_rate: float,
     watches: Sequence[Watch] = (),
-) -> StepResult:
-    """Runs one optimizer step over this process's micro-batches.
+) -> tuple[Sums, StepOutcome]:
+    """Runs one optimizer step over this process's micro-batches; returns its sums, and the result of the update.
 
     window: micro-batches, each with its number of loss terms, 0 for a placeholder batch. total_weight: number of loss
     terms in the step over all processes, above 0. Each micro-batch's summed loss is divided by total_weight, so
@@ -192,7 +194,7 @@ def train_step(
     strategy.group.activity.enter(OPTIMIZER)
     for watch in watches:
         watch.at("update")
-    return StepResult(sums, *learner.update(phase, learning_rate, strategy.global_norm))
+    return sums, learner.update(phase, learning_rate, strategy.global_norm)
 
 
 def log_step(

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from torch import Tensor
-
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.plan import PlannedStep, SampleOrder
+from trainer.loop.precision import StepOutcome
 from trainer.loop.progress import Progress
 from trainer.task import Sums
 
@@ -17,28 +16,17 @@ Place = Literal["forward", "update"]
 """Points of a step: "forward", before forwards, with the last step's weights; "update", before weights change."""
 
 
-class StepResult(NamedTuple):
-    """Result of an optimizer step. All tensors are on the device.
-
-    sums: sums over this process's samples; (parts, ...) with `--parts`. grad_norm: global gradient norm before
-    clipping. applied: whether the step changed the weights, which it does if the norm is finite. alarm: whether to
-    report a skipped step. On the CPU, `applied` and `alarm` are bools, because the host need not wait for them. All
-    fields except `sums` are equal on all processes.
-    """
-
-    sums: Sums
-    grad_norm: Tensor
-    applied: bool | Tensor
-    alarm: bool | Tensor
-
-
 class StepRecord(NamedTuple):
-    """Record of a finished step. number: optimizer step of the run, from 1. order: sample order of the step's phase."""
+    """Record of a finished step. number: optimizer step of the run, from 1. order: sample order of the step's phase.
+
+    sums: sums over this process's samples, on the device; (parts, ...) with `--parts`.
+    """
 
     number: int
     planned: PlannedStep
     order: SampleOrder
-    result: StepResult
+    sums: Sums
+    outcome: StepOutcome
 
 
 class Watch:
