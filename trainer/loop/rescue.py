@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -70,10 +71,10 @@ class LastStep(Watch):
     def begin(self, progress: Progress) -> None:
         self.first = progress.step
         self._steps.clear()
-        self._steps.append(AppliedStep(progress.copied(), self.queue.mark()))
+        self._steps.append(AppliedStep(copy(progress), self.queue.mark()))
 
     def at(self, place: Place) -> None:
-        step, mark = self._steps[-1], self.queue.mark() if self.queue.lag else _it_has_come
+        step, mark = self._steps[-1], self.queue.mark()
         if place == "update":
             step.changes = mark
         elif step.changes is None:
@@ -82,8 +83,7 @@ class LastStep(Watch):
             self._steps.append(AppliedStep(step.progress, mark, mark))
 
     def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
-        mark = self.queue.mark() if self.queue.lag else _it_has_come
-        self._steps.append(AppliedStep(progress.copied(), mark))
+        self._steps.append(AppliedStep(copy(progress), self.queue.mark()))
         while len(self._steps) > 1 and self._steps[1].applied():
             self._steps.popleft()
 
@@ -97,11 +97,6 @@ class LastStep(Watch):
         if not done or _has_come(done[-1].changes):
             return None
         return done[-1], _has_come(done[-1].forward)
-
-
-def _it_has_come() -> bool:
-    """Returns True, because a CPU finishes its work before the host continues."""
-    return True
 
 
 def _has_come(mark: Mark | None) -> bool:
