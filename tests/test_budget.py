@@ -12,8 +12,8 @@ LINES_AND_FILES = {
     "failure": (677, 4),
     "loading": (1809, 11),
     "logs": (794, 6),
-    "loop": (6618, 30),
-    "parallel": (3075, 14),
+    "loop": (6613, 30),
+    "parallel": (3068, 14),
     "trainer": (2909, 8),
 }
 """Maximum lines and files of each folder of trainer/ except profiling; "trainer" stands for the files in no folder."""

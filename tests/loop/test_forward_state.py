@@ -220,7 +220,7 @@ def test_a_buffer_that_grows_differently_on_two_ranks_is_refused_on_both(form, t
 def test_a_buffer_that_is_larger_on_another_rank_is_refused_before_sending(train_two, tmp_path):
     output = train_two("ddp", tmp_path / "run", *of("EvaluatedTable"), statuses=(2, 2))
     (error,) = [line for line in output.splitlines() if line.startswith("error: ")]
-    kinds = "float64 of shape (2, 5) on rank 1 and float64 of shape (1, 5) on rank 0"
+    kinds = "torch.float64 of shape (2, 5) instead of torch.float64 of shape (1, 5)"
     assert f"model.0.1.table is {kinds}; build the same model on all ranks" in error
 
 

@@ -156,7 +156,7 @@ def refuses_another_shape(environment):
         strategy.wrap(strategy.place(lambda: nn.Linear(2, 3 + group.rank), lambda model: [], lambda objective: None))
         return 4
     except UserError as error:
-        expected = "weight is float32 of shape (4, 2) on rank 1 and float32 of shape (3, 2) on rank 0"
+        expected = "weight is torch.float32 of shape (4, 2) instead of torch.float32 of shape (3, 2)"
         return 0 if expected in str(error) else 5
     finally:
         group.close()

@@ -20,6 +20,7 @@ from trainer.failure.heartbeat import EXCHANGE
 from trainer.parallel.devices import device_label
 from trainer.parallel.flat_gradients import FlatGradients, sum_sparse
 from trainer.parallel.process_group import ProcessGroup
+from trainer.parallel.rendezvous import refuse_differences
 from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, sparse_parameters
 
@@ -72,17 +73,13 @@ class Distributed(Strategy):
 
     def _refuse_others(self, tensors: Mapping[str, Tensor]) -> None:
         """Raises UserError on all ranks if tensors differ between ranks in name, shape or dtype; gloo would crash."""
-        own = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
+        own = {name: f"{tensor.dtype} of shape {tuple(tensor.shape)}" for name, tensor in tensors.items()}
+        if self.group.agrees(own):
+            return
         every = self.group.gather(own)
-        for rank, others in enumerate(every):
-            for name in every[0] | others:
-                here, there = every[0].get(name), others.get(name)
-                if here != there:
-                    raise UserError(
-                        f"{name} is {_described(there)} on rank {rank} and {_described(here)} on rank 0; build "
-                        "the same model on all ranks, or register a buffer that may differ between ranks with "
-                        "persistent=False"
-                    )
+        names = {name: None for kinds in every for name in kinds}
+        advice = "build the same model on all ranks, or register a buffer that may differ with persistent=False"
+        refuse_differences([{name: kinds.get(name, "missing") for name in names} for kinds in every], advice)
 
     def from_main(self, value: Tensor) -> Tensor:
         self.group.activity.enter(EXCHANGE)
@@ -211,10 +208,6 @@ def _broadcast(values: Tensor) -> None:
     """Broadcasts rank 0's contiguous tensor in place, as bytes, because gloo does not support all dtypes."""
     if values.numel():
         dist.broadcast(values.view(-1).view(torch.uint8), src=0)
-
-
-def _described(kind: tuple[tuple[int, ...], str] | None) -> str:
-    return "missing" if kind is None else f"{kind[1].removeprefix('torch.')} of shape {kind[0]}"
 
 
 @contextmanager
