@@ -105,10 +105,6 @@ class RunDirectory:
         return self.lock.holder.token
 
     @property
-    def is_held(self) -> bool:
-        return self.lock is not None
-
-    @property
     def writer(self) -> Lock:
         assert self.lock is not None
         return self.lock

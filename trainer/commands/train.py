@@ -203,7 +203,7 @@ class RunState:
             if isinstance(error, Failure) and is_stop and ends_well:
                 error.status = EXIT_FINISHED
             rescue(run, self.last_step, error)
-        if not directory.is_held:
+        if directory.lock is None:
             return
         newest = directory.entries[-1].step if directory.entries else 0
         if is_stop and run is not None and newest >= run.progress.step:

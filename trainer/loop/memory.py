@@ -167,7 +167,7 @@ class MemoryGuard:
         return tuple(split_batch(size_of(own.batch_size), 1, own.global_batch_size, *devices) for own in self.splits)
 
     def _remember(self) -> None:
-        if self._directory.is_held:
+        if self._directory.lock is not None:
             self._directory.write_json(MEMORY, asdict(self.limit))
 
     def _hopeless(self, what: str, advice: str = "a smaller --batch-size cannot help") -> UserError:

@@ -135,7 +135,7 @@ def _save_last_step(run: Run, last: LastStep) -> bool:
     """Saves the last finished step; returns whether this launch has saved a newer checkpoint than it resumed from."""
     run.saver.end()  # completes a pending write
     directory, say = run.directory, run.log.say if run.group.is_main else to_stdout
-    if not directory.is_held:
+    if directory.lock is None:
         _take_over(directory)
     num_saved = directory.entries[-1].step if directory.entries else 0
     copied = partial(_copied, run.learner, last, num_saved, run.model_outline, run.facts)

@@ -66,7 +66,7 @@ class DataParallel(Strategy):
         return self.evaluation_module(net)
 
     def evaluation_module(self, net: nn.Module) -> nn.Module:
-        return SummedReplicas(net, device_ids=[device.index for device in self.devices])
+        return SummedReplicas(net, device_ids=[device.index for device in self.group.devices])
 
     def to_device(self, batch: Batch) -> Batch:
         return batch  # `nn.DataParallel` scatters the batch to the devices

@@ -61,18 +61,13 @@ class Strategy:
         self._uploads: torch.cuda.Stream | None = None
 
     @property
-    def devices(self) -> Sequence[torch.device]:
-        """Returns this process's devices; the first one holds the model."""
-        return self.group.devices
-
-    @property
     def device(self) -> torch.device:
         return self.group.device
 
     @property
     def num_replicas(self) -> int:
         """Returns the number of devices among which this process divides each micro-batch."""
-        return len(self.devices)
+        return len(self.group.devices)
 
     @property
     def num_devices(self) -> int:
@@ -96,7 +91,7 @@ class Strategy:
 
     def describe(self) -> str:
         """Returns a short description of the devices. All processes must call this method."""
-        return ", ".join(map(device_label, self.devices))
+        return ", ".join(map(device_label, self.group.devices))
 
     # --- the model ---------------------------------------------------------------------------------------------------
 
@@ -192,7 +187,8 @@ class Strategy:
     @contextmanager
     def keeping_generators(self) -> Iterator[None]:
         """Context that restores the states of all random number generators on exit."""
-        with draws_put_back(), torch.random.fork_rng([device for device in self.devices if device.type == "cuda"]):
+        gpus = [device for device in self.group.devices if device.type == "cuda"]
+        with draws_put_back(), torch.random.fork_rng(gpus):
             yield
 
     # --- gradients ---------------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ class MeasuredRun:
         """
         strategy, group, split = self.run.strategy, self.run.group, self.run.memory.splits[0]
         self.train(num_settling_steps)
-        forget_peak(*strategy.devices)
+        forget_peak(*strategy.group.devices)
         ms, num_samples = self.timed(num_steps)
         if strategy.overlaps:
             exposed = self.exposed_share(len(ms)) * ms[:, PHASES.index(BACKWARD)]
