@@ -96,8 +96,8 @@ class ProcessGroup(Group):
             if not environment.is_self_launched:
                 self.num_idle_gpus = max(0, len(gpus) - len(same_host))
             local_rank = same_host.index(rank) if environment.local_rank is None else environment.local_rank
-            with self._told_once():
-                self._take_device(local_rank, gpus)
+            with self._told_once(), self._failing_in_start_up():
+                self.use([self.together(lambda: _rank_device(local_rank, gpus))])
             on_failure.pop_all()
         names = [f"process {process} on {host}" for host, process, _ in members]
         own_space = members[rank][2]
@@ -122,15 +122,18 @@ class ProcessGroup(Group):
         except UserError as error:
             raise error if self._tells_user else Failure(str(error), EXIT_BAD_INPUT) from None
 
-    def _take_device(self, local_rank: int, gpus: Sequence[int]) -> None:
-        """Selects this process's device. Raises UserError on all processes if one of them has no device."""
-        with self._failing_in_start_up():
-            self.use([self.together(lambda: _rank_device(local_rank, gpus))])
-
     def check_devices(self) -> None:
-        if self.backend == "nccl":
-            with self._failing_in_start_up():
-                self._refuse_shared_gpus()
+        if self.backend != "nccl":
+            return
+        with self._failing_in_start_up():
+            gpus = self.gather(str(torch.cuda.get_device_properties(self.device).uuid))
+        sharing = first_sharing_ranks([*zip(self.hosts, gpus, strict=True)])
+        if sharing:  # a collective of NCCL would fail without naming the cause
+            raise UserError(
+                f"--backend nccl: needs one process per GPU, but ranks {' and '.join(map(str, sharing))} share a GPU "
+                f"on {self.hosts[sharing[0]]}; start fewer processes there (--nproc, --nproc_per_node), or use "
+                "--backend gloo"
+            )
 
     @contextmanager
     def _failing_in_start_up(self) -> Iterator[None]:
@@ -179,17 +182,6 @@ class ProcessGroup(Group):
         if self.backend != "nccl":
             return self._timeout_s
         return NCCL_PATIENCE * self._timeout_s + NCCL_MARGIN_S
-
-    def _refuse_shared_gpus(self) -> None:
-        """Raises UserError if ranks share a GPU, because a collective of NCCL would fail without naming the cause."""
-        gpus = self.gather(str(torch.cuda.get_device_properties(self.device).uuid))
-        sharing = first_sharing_ranks([*zip(self.hosts, gpus, strict=True)])
-        if sharing:
-            raise UserError(
-                f"--backend nccl: needs one process per GPU, but ranks {' and '.join(map(str, sharing))} share a GPU "
-                f"on {self.hosts[sharing[0]]}; start fewer processes there (--nproc, --nproc_per_node), or use "
-                "--backend gloo"
-            )
 
     def sum(self, values: Tensor) -> Tensor:
         self.activity.enter(EXCHANGE)
