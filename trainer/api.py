@@ -53,7 +53,6 @@ LOADS_WITHIN_S = 60.0
 NOT_OF_ONE_RUN = (
     "task",
     "eval_only",
-    "sample",
     "print_config",
     *(field.name for group in (SeveralFlags, PredictFlags, ExportFlags) for field in fields(group)),
 )

@@ -178,9 +178,7 @@ def check_same_parameters(objective: nn.Module, group: Group, where: str) -> Non
     if group.agrees(own):
         return
     models = group.gather(own)
-    rank = next((rank for rank, model in enumerate(models) if model != models[0]), None)
-    if rank is None:
-        return
+    rank = next(rank for rank, model in enumerate(models) if model != models[0])
     expected, found = next(pair for pair in zip_longest(models[0], models[rank]) if pair[0] != pair[1])
     raise UserError(
         f"{where}: makes different parameters on rank {rank} and rank 0, or orders them differently: rank {rank} "
