@@ -234,9 +234,8 @@ class Changes:
 
         Compares digests of the data, or the numbers of samples if there are no digests.
         """
-        digests = self.then.get("data_digest"), self.now.get("data_digest")
-        if None not in digests:
-            return digests[0] != digests[1]
+        if "data_digest" in self.then and "data_digest" in self.now:
+            return has_other_data(self.then, self.now)
         drops = self.then["config"]["--drop-last"] or self.now["config"]["--drop-last"]  # not new data
         return not drops and self.then["phase_sizes"] != self.now["phase_sizes"]
 
