@@ -7,12 +7,12 @@ from tests.helpers import budget
 
 LINES_AND_FILES = {
     "checkpoint": (2079, 7),
-    "commands": (3412, 15),
+    "commands": (3411, 15),
     "common": (1006, 8),
     "failure": (677, 4),
     "loading": (1809, 11),
     "logs": (794, 6),
-    "loop": (6611, 30),
+    "loop": (6608, 30),
     "parallel": (3056, 14),
     "trainer": (2908, 8),
 }

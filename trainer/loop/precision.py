@@ -255,13 +255,10 @@ class PrecisionForward(nn.Module):
     def __init__(self, objective: nn.Module, precision: Precision) -> None:
         super().__init__()
         self.objective = objective
-        self.dtype = precision.dtype
-        self.autocast_dtype = precision.autocast_dtype
+        self.precision = precision
 
     def forward(self, batch: Batch, *phase: str) -> Outputs:
-        if self.dtype != torch.float32:
-            batch = of_dtype(batch, self.dtype)
-        if self.autocast_dtype is None:
-            return self.objective(batch, *phase)
-        with torch.autocast(batch["weight"].device.type, dtype=self.autocast_dtype):
+        if self.precision.dtype != torch.float32:
+            batch = of_dtype(batch, self.precision.dtype)
+        with self.precision.autocast(batch["weight"].device.type):
             return self.objective(batch, *phase)
