@@ -1,6 +1,6 @@
 """Evaluates the model, and calls the task's methods at the start of an epoch and after an evaluation."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from hashlib import blake2b
@@ -24,7 +24,7 @@ from trainer.loop.module_state import persistent_buffers
 from trainer.loop.precision import Precision
 from trainer.loop.run import Run
 from trainer.loop.totals import PerSampleOutputs, Totals, require_sums, without_counting
-from trainer.loop.windows import agree_ahead, evaluation_batches
+from trainer.loop.windows import agree_ahead
 from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Picture, Sums, Task, validation_sets
@@ -49,9 +49,7 @@ def evaluate(run: Run, split: str) -> Sums:
     run.strategy.sync_tensors(persistent_buffers(learner.objective))
     net = run.strategy.evaluation_module(learner.net)
     num_samples, size = len(run.task.splits()[split]), run.eval_batch_size
-    batches = run.prepared.pop(split, None) or evaluation_batches(
-        run.loaders[split], num_samples, size * run.strategy.num_replicas, run.strategy
-    )
+    batches = run.prepared.pop(split, None) or run.evaluation_batches(split)
     net.eval()
     with learner.ema.applied(), run.memory.refusing_lack(size, f"use --eval-batch-size {-(-size // 2)}"):
         start_evaluation(learner.objective, learner.precision, run.strategy)
@@ -66,16 +64,6 @@ def evaluate(run: Run, split: str) -> Sums:
     net.train()
     sums = totals.reduced(run.group)
     return sums | per_sample.gathered(run.group, num_samples)
-
-
-def prepare_validation(
-    prepared: dict[str, Iterator[Any]], task: Task, loaders: Mapping[str, BatchLoader], size: int, strategy: Strategy
-) -> None:
-    """Lets idle worker processes prefetch validation sets into `prepared`. size: samples per device per batch."""
-    splits = task.splits()
-    for name in validation_sets(splits):
-        own = loaders[name], len(splits[name]), size * strategy.num_replicas, strategy
-        prepared[name] = prepared.get(name) or evaluation_batches(*own, ahead=True)
 
 
 def metrics_of(task: Task, group: Group, sums: Mapping[str, Sums]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from trainer.checkpoint.background import BackgroundSaver
 from trainer.checkpoint.directory import RunDirectory
 from trainer.failure.signals import StopRequest
 from trainer.flags import CheckpointFlags, RunFlags
+from trainer.loading.batches import WeightedBatch
 from trainer.loading.order import Position
 from trainer.loading.workers import BatchLoader, Workers
 from trainer.logs.run_log import RunLog, SilentLog
@@ -20,10 +21,10 @@ from trainer.loop.plan import Plan
 from trainer.loop.progress import Progress
 from trainer.loop.schedule import LearningRate
 from trainer.loop.watch import Watch
-from trainer.loop.windows import Window, training_windows
+from trainer.loop.windows import Window, evaluation_batches, training_windows
 from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
-from trainer.task import Task
+from trainer.task import Task, validation_sets
 
 ROUND_S = 0.5
 """Seconds that rank 0 waits for a write before it answers the other ranks."""
@@ -89,6 +90,15 @@ class Run:
     def windows(self, progress: Progress, ahead: bool = False) -> Iterator[Window]:
         sizes = [split.micro_batch_size for split in self.memory.splits]
         return training_windows(self.plan, progress, sizes, self.loaders["train"], self.strategy, self.log, ahead)
+
+    def evaluation_batches(self, split: str, ahead: bool = False) -> Iterator[WeightedBatch]:
+        size = self.eval_batch_size * self.strategy.num_replicas
+        return evaluation_batches(self.loaders[split], len(self.task.splits()[split]), size, self.strategy, ahead)
+
+    def prepare_validation(self) -> None:
+        """Lets idle workers prefetch the validation sets."""
+        for name in validation_sets(self.task.splits()):
+            self.prepared[name] = self.prepared.get(name) or self.evaluation_batches(name, ahead=True)
 
     def prepare_next_epoch(self) -> None:
         """Lets idle workers prefetch the next epoch, unless the task has an `on_epoch_start`, which may change data."""

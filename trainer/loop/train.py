@@ -15,7 +15,6 @@ from trainer.loop.evaluate import (
     log_pictures,
     metrics_of,
     of_phase,
-    prepare_validation,
     start_epoch,
     training_metrics,
     validate,
@@ -82,7 +81,7 @@ def train_epoch(run: Run) -> None:
     windows = run.prepared.pop("train", None) or run.windows(progress)
     start_segment(run.learner, run.watches, run.log, plan, progress.position)
     if plan.validates_after(progress.position.epoch + 1, progress.step):
-        prepare_validation(run.prepared, run.task, run.loaders, run.eval_batch_size, run.strategy)
+        run.prepare_validation()
     for window, agreed in agree_ahead(windows, run.group, run.stop, clock if run.group.is_main else None):
         if progress.last_report < progress.step and plan.reports_after(progress.step):
             end_segment(run.watches, run.log)
