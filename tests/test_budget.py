@@ -12,7 +12,7 @@ LINES_AND_FILES = {
     "failure": (677, 4),
     "loading": (1809, 11),
     "logs": (794, 6),
-    "loop": (6605, 30),
+    "loop": (6601, 30),
     "parallel": (3056, 14),
     "trainer": (2908, 8),
 }

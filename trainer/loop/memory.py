@@ -111,10 +111,6 @@ class MemoryGuard:
 
     # --- training ------------------------------------------------------------------------------------------------
 
-    def fitting(self, phase: int, micro_batches: Sequence[WeightedBatch]) -> Sequence[WeightedBatch]:
-        """Splits micro-batches that were loaded before the limit was reduced."""
-        return resplit(micro_batches, self.splits[phase].micro_batch_size)
-
     def require_hope(self, error: RuntimeError) -> None:
         """Re-raises errors other than out-of-memory errors. Raises UserError if smaller micro-batches cannot help."""
         if not lacks_memory(error):

@@ -20,7 +20,7 @@ from trainer.loop.evaluate import (
     validate,
 )
 from trainer.loop.learner import Learner
-from trainer.loop.memory import OPTIMIZER
+from trainer.loop.memory import OPTIMIZER, resplit
 from trainer.loop.plan import Plan
 from trainer.loop.precision import StepOutcome
 from trainer.loop.progress import Progress
@@ -121,8 +121,8 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
         dropout_key = settings.seed, step.epoch, step.phase, step.start
         while True:
             micro_batches: Sequence[WeightedBatch] = window.micro_batches
-            if run.memory.limit.batch_size is not None:
-                micro_batches = run.memory.fitting(step.phase, micro_batches)
+            if run.memory.limit.batch_size is not None:  # which may be lower than when the batches were loaded
+                micro_batches = resplit(micro_batches, run.memory.splits[step.phase].micro_batch_size)
             try:
                 sums, outcome = train_step(
                     run.learner, phase, micro_batches, agreed.weight, dropout_key, learning_rate, run.watches
