@@ -42,7 +42,8 @@ def sharded(task: HarTask) -> nn.Module:
 def measure(environment: RankEnvironment, folder: Path, rounds: int) -> int:
     """Measures all variants in one of the two processes; rank 0 writes median times and ratios."""
     torch.set_num_threads(1)
-    strategy = Sharded(ProcessGroup(environment, MultiDeviceFlags(multi_gpu="fsdp"), DeviceFlags(device="cpu")))
+    group = ProcessGroup(environment, MultiDeviceFlags(multi_gpu="fsdp"), DeviceFlags(device="cpu"))
+    strategy = Sharded(group, None, reshards=True)
     task = HarTask(HarFlags(), seed=0, cache_dir=folder)
     batches = shuffled_batches(task, environment.rank)
     steps = {

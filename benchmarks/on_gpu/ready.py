@@ -20,7 +20,7 @@ from trainer.loading.batches import Batch
 from trainer.loading.order import SampleKeys
 from trainer.loading.workers import BatchLoader
 from trainer.loop.run import Run
-from trainer.loop.windows import Window, training_windows
+from trainer.loop.windows import Window
 from trainer.parallel.devices import DeviceQueue, queue_of
 from trainer.profiling.measure import MeasuredRun, with_at_most
 from trainer.profiling.phase_clock import replaced
@@ -63,8 +63,7 @@ def ready_run(setting: Setting, *flags: object) -> Iterator[tuple[Run, list[Wind
         orders = tuple(with_at_most(order, most * order.global_batch_size) for order in run.plan.orders)
         loader: Any = Ready(run.loaders["train"])
         run.plan, run.loaders["train"] = replace(run.plan, orders=orders), loader
-        sizes = [split.micro_batch_size for split in run.memory.splits]
-        windows = [*training_windows(run.plan, run.progress, sizes, loader, run.strategy, run.log)]
+        windows = [*run.windows(run.progress)]
         run.learner.train()
         yield run, windows, -(-setting.pick(NUM_STEPS, 2) // len(windows))
 

@@ -352,7 +352,7 @@ def test_the_largest_samples_are_the_longest_histories(cache_dir):
 def test_a_memory_limit_of_other_settings_or_in_a_damaged_file_is_ignored(content, tmp_path):
     (tmp_path / MEMORY).write_text(content)
     unknown = MemoryLimit("cpu", asked_batch_size=8)
-    assert unknown.remembered(tmp_path) == unknown
+    assert unknown.remembered(tmp_path, print) == unknown
 
 
 def test_a_memory_limit_is_remembered_for_its_settings(tmp_path):
@@ -360,4 +360,4 @@ def test_a_memory_limit_is_remembered_for_its_settings(tmp_path):
     found = '{"device": "cpu", "asked_batch_size": 8, "asked_eval_batch_size": null, "batch_size": 4}'
     (tmp_path / MEMORY).write_text(found)
     unknown = MemoryLimit("cpu", asked_batch_size=8)
-    assert unknown.remembered(tmp_path).batch_size == 4
+    assert unknown.remembered(tmp_path, print).batch_size == 4

@@ -15,7 +15,7 @@ def plan_of(epochs, *sizes, global_batch_size=4, **more):
 
 def test_global_batches_cover_the_rest_of_an_epoch():
     plan = plan_of(3, 10)
-    bounds = [[(step.start, step.end) for step in plan.rest_of_epoch(position)] for position in POSITIONS]
+    bounds = [[(step.start, step.end) for step in plan.rest_of_epoch(position, 0)] for position in POSITIONS]
     assert bounds == [[(0, 4), (4, 8), (8, 10)], [(8, 10)], []]
     assert plan.steps_per_epoch == 3
 
@@ -86,10 +86,10 @@ def test_the_steps_from_any_position_are_the_rest_of_the_epoch():
         plan = Plan(2, orders, turns)
         position, seen = Position(), []
         while position.epoch < 2:
-            steps = list(plan.rest_of_epoch(position))
+            steps = list(plan.rest_of_epoch(position, 0))
             assert len(steps) == plan.steps_per_epoch
             for i, step in enumerate(steps):
-                assert list(plan.rest_of_epoch(step.after)) == steps[i + 1 :]
+                assert list(plan.rest_of_epoch(step.after, 0)) == steps[i + 1 :]
                 assert plan.steps_done(step.after) == position.epoch * plan.steps_per_epoch + i + 1
                 assert plan.epochs_done(position) < step.progress < position.epoch + 1
             seen += [(step.phase, step.epoch, step.start, step.end) for step in steps]
@@ -109,7 +109,7 @@ def test_an_order_knows_the_sizes_of_its_steps(size, expected):
 
 def test_a_run_with_a_new_batch_size_resumes_at_the_same_sample():
     plan = plan_of(1, 10, 5, global_batch_size=3, turns=(1, 1))
-    steps = list(plan.rest_of_epoch(Position(0, 1, 4, 0, ((2, 1),))))
+    steps = list(plan.rest_of_epoch(Position(0, 1, 4, 0, ((2, 1),)), 0))
     assert [(step.phase, step.epoch, step.start, step.end) for step in steps] == [
         (1, 2, 1, 4), (0, 0, 4, 7), (1, 2, 4, 5), (0, 0, 7, 10), (1, 3, 0, 3)
     ]  # fmt: skip

@@ -183,7 +183,7 @@ def tensor_of_numbers(name: str, value: Any) -> None:
         raise ValueError(f"{name} contains NaN")
 
 
-def not_finite(tensors: Mapping[str, Tensor], may_be_infinite: Container[str] = ()) -> list[str]:
+def not_finite(tensors: Mapping[str, Tensor], may_be_infinite: Container[str]) -> list[str]:
     """Returns the names of tensors that contain NaN or infinity. may_be_infinite: tensors that may contain infinity."""
     reals = {name: real for name, value in tensors.items() if (real := _real(value)) is not None}
     # a sum is faster than an element-wise check, which follows only if a sum is not finite

@@ -67,7 +67,7 @@ class MemoryLimit:
     asked_batch_size: int
     batch_size: int | None = None
 
-    def remembered(self, folder: Path, say: Callable[[str], None] = lambda line: None) -> "MemoryLimit":
+    def remembered(self, folder: Path, say: Callable[[str], None]) -> "MemoryLimit":
         """Returns the limit stored in the run directory for the same device and `--batch-size`, or else this limit.
 
         say: called with a message if the stored limit is damaged.

@@ -238,7 +238,7 @@ class Plan:
         in_this_round = sum(self.turns[1 : position.phase]) + (position.turn if position.phase > 0 else 0)
         return steps + num_rounds * sum(self.turns[1:]) + in_this_round
 
-    def rest_of_epoch(self, position: Position, num_done: int = 0) -> Iterator[PlannedStep]:
+    def rest_of_epoch(self, position: Position, num_done: int) -> Iterator[PlannedStep]:
         """Yields the remaining steps of the current epoch, up to the end of the run.
 
         num_done: optimizer steps done so far; used only if the run's length is in steps.

@@ -63,7 +63,7 @@ def training_windows(
     loader: BatchLoader,
     strategy: Strategy,
     log: RunLog | SilentLog,
-    ahead: bool = False,
+    ahead: bool,
 ) -> Iterator[Window]:
     """Yields this process's share of each remaining global batch of the epoch.
 

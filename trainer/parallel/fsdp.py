@@ -45,7 +45,7 @@ class Sharded(Distributed):
     exchanges_in_forward = True
     has_full_state = False
 
-    def __init__(self, group: ProcessGroup, shard_size: int | None = None, reshards: bool = True) -> None:
+    def __init__(self, group: ProcessGroup, shard_size: int | None, reshards: bool) -> None:
         super().__init__(group)
         self.gradient_divisor = group.world_size
         self.shard_size = shard_size or group.world_size

@@ -276,7 +276,7 @@ class Strategy:
         self,
         state: Mapping[str, Any],
         optimizers: Mapping[str, Sequence[torch.optim.Optimizer]],
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype,
     ) -> None:
         """Loads optimizer states that `full_state` returned. Raises UserError if a state does not fit its optimizer.
 
