@@ -1,6 +1,7 @@
 """Tests batch loading for a GPU: the choice of worker processes, pinned memory and prefetching."""
 
 import multiprocessing
+import os
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from tests.helpers.weighted_task import Sequences, Weighted, WeightedFlags
 from trainer.commands import loaders
 from trainer.loading.order import SampleKeys
 from trainer.loading.workers import BatchLoader, Workers
-from trainer.parallel import strategy
+from trainer.parallel import group, process_group, strategy
 
 HELPERS = ROOT / "tests" / "helpers"
 SLEEPY = ["--task", f"{HELPERS / 'sleepy_task.py'}:Sleepy", "--data-s", 0.01]
@@ -44,7 +45,7 @@ def told() -> list[str]:
 @on_simulated_gpus()
 def test_slow_data_get_workers_and_stay_bit_identical(tmp_path, cache_dir):
     """The trainer keeps one of three cores. One evaluation is in the middle of the epoch, the last one at its end."""
-    loaders.num_cores = lambda: 3
+    group.usable_cores = lambda: range(3)
     assert not torch.cuda.is_initialized()
     found = tiny(cache_dir, tmp_path / "auto", *SLEEPY, *LONG, "--eval-every-steps", 25)
     start, decision = told()
@@ -58,14 +59,14 @@ def test_slow_data_get_workers_and_stay_bit_identical(tmp_path, cache_dir):
 @pytest.mark.slow
 @on_simulated_gpus()
 def test_batches_too_large_for_shared_memory_are_made_in_process(tmp_path, cache_dir):
-    loaders.num_cores, loaders.shared_memory = lambda: 9, lambda: 16 * 200
+    group.usable_cores, loaders.shared_memory = lambda: range(9), lambda: 16 * 200
     tiny(cache_dir, tmp_path / "run", *SLEEPY, *LONG)
     assert told()[1:] == [f"{HERE}two batches per worker would not fit into /dev/shm."]
 
 
 @on_simulated_gpus()
 def test_fast_data_are_loaded_in_process(tmp_path, cache_dir):
-    loaders.num_cores = lambda: 9
+    group.usable_cores = lambda: range(9)
     tiny(cache_dir, tmp_path / "run", *LONG, "--delay-s", 0.02)
     start, decision = told()
     assert "Workers: 8 per rank" in start
@@ -84,7 +85,7 @@ def test_fast_data_are_loaded_in_process(tmp_path, cache_dir):
 )
 @on_simulated_gpus()
 def test_data_that_must_not_be_copied_stay_in_the_process(holds, why, tmp_path, cache_dir):
-    loaders.num_cores = lambda: 2
+    group.usable_cores = lambda: range(2)
     tiny(cache_dir, tmp_path / "auto", *COUNTING, *LONG, "--holds", holds)
     assert told()[1:] == [HERE + why]
 
@@ -128,7 +129,7 @@ def test_batches_wait_in_pinned_memory_until_they_were_copied():
 
 @on_simulated_gpus()
 def test_sparse_batches_train_to_the_same_weights(tmp_path, cache_dir):
-    loaders.num_cores = lambda: 3
+    group.usable_cores = lambda: range(3)
     flags = ["--batch-size", 1, "--epochs", 3, "--num-workers", "auto", "--device", "cuda", "--num-threads", 1]
     for name in ("Sparse", "Distil"):
         task = f"{HELPERS / 'distilling_task.py'}:{name}"
@@ -156,9 +157,10 @@ def test_prefetching_changes_nothing(tmp_path, cache_dir):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("binds_ranks", "num_workers"), [(False, 1), (True, 3)])
 @on_simulated_gpus(2)
-def test_each_rank_has_its_own_workers(tmp_path, cache_dir):
-    loaders.num_cores = lambda: 4
+def test_each_rank_has_its_own_workers(binds_ranks, num_workers, tmp_path, cache_dir):
+    process_group.usable_cores = lambda: range(first := 4 * binds_ranks * os.getpid(), first + 4)
     argv = [
         "--multi-gpu",
         "ddp",
@@ -175,5 +177,5 @@ def test_each_rank_has_its_own_workers(tmp_path, cache_dir):
     argv[argv.index("cuda:0")] = "cuda"
     assert run_ranks([*argv, "--save-dir", tmp_path / "run"], 2, tmp_path / "meeting") == [0, 0], GPUS.printed()
     start, decision = told()
-    assert "Workers: 1 per rank, used only if " in start
-    assert decision.endswith("so 1 process(es) load batches from now on.")
+    assert f"Workers: {num_workers} per rank, used only if " in start
+    assert decision.endswith(f"so {num_workers} process(es) load batches from now on.")

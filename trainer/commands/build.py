@@ -128,7 +128,7 @@ def set_up_torch(flags: Flags, group: Group) -> None:
     """Configures torch's threads, determinism and GPU libraries in this process."""
     assert flags.task_type is not None
     # With --parts, the number of threads, which affects the order of sums, must not depend on the number of processes.
-    set_num_threads(flags.devices.num_threads, group.local_world_size, group.device, takes_one=flags.batch.parts > 0)
+    set_num_threads(flags.devices.num_threads, group.num_cores, group.device, takes_one=flags.batch.parts > 0)
     if flags.batch.parts and group.device.type == "cpu":
         group.require_same({"--num-threads": torch.get_num_threads()}, "--parts needs the same number on all ranks")
     is_gpu = group.device.type == "cuda"

@@ -13,7 +13,6 @@ from trainer.loading.batches import KeyedDataset
 from trainer.loading.on_device import DeviceLoader, Movable, moved, num_bytes
 from trainer.loading.order import Position
 from trainer.loading.workers import BatchLoader, Workers, shared_memory
-from trainer.parallel.devices import num_cores
 from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
 from trainer.task import Task, training_streams
@@ -52,7 +51,7 @@ def build_workers(given: RunFlags, task: Task, group: Group, trains: bool) -> Wo
     training = data_by_loader(task)["train"]
     movable = [each for each in training if isinstance(each, Movable)]
     moves = len(movable) == len(training) and given.data_on != "host" and num_bytes(movable) <= SURELY_FITS
-    spare = num_cores() // group.local_world_size - 1
+    spare = group.num_cores - 1
     # training on the CPU needs all cores, and each worker would read all of a stream
     takes_workers = for_gpu and trains and not moves and not training_streams(task)
     num_workers = max(0, min(MOST_WORKERS, spare)) if takes_workers else 0

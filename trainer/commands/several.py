@@ -32,7 +32,7 @@ from trainer.failure.signals import StopRequest
 from trainer.flags import DeviceFlags, MultiDeviceFlags
 from trainer.logs.console import Progress, SummaryTable, say
 from trainer.loop.windows import StopRequested
-from trainer.parallel.devices import num_cores, pick_device
+from trainer.parallel.devices import pick_device, usable_cores
 from trainer.parallel.launch import Launcher, exit_status
 from trainer.task import Task
 
@@ -150,7 +150,7 @@ def choose_slots(devices: DeviceFlags, multi: MultiDeviceFlags | None) -> Slots:
         return Slots([{}], [], "one after the other, each on all its devices")
     if pick_device(devices.device).type == "cpu":
         num_threads = devices.num_threads or 1
-        num_slots = max(1, num_cores() // num_threads)
+        num_slots = max(1, len(usable_cores()) // num_threads)
         threads = f"{num_threads} thread{'s' * (num_threads > 1)}"
         description = f"at most {num_slots} at a time on the CPU, each on {threads}"
         return Slots([{}] * num_slots, ["--num-threads", str(num_threads)], description)

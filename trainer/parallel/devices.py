@@ -4,8 +4,11 @@ import ctypes
 import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
+from itertools import chain
 from typing import Any
 
 import torch
@@ -33,19 +36,20 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda", int(index or 0))
 
 
-def set_num_threads(
-    requested: int | None, local_world_size: int, device: torch.device, takes_one: bool = False
-) -> None:
-    """Sets the number of this process's CPU threads. takes_one: whether the default is one thread, as with a GPU.
+def set_num_threads(requested: int | None, num_cores: int, device: torch.device, takes_one: bool = False) -> None:
+    """Sets the number of this process's CPU threads.
+
+    num_cores: number of cores for this process. takes_one: whether the default is one thread, as with a GPU.
 
     With a GPU, the host only launches kernels and prepares batches; synchronising more threads would slow down every
     small operation. On the CPU, the default replaces torchrun's OMP_NUM_THREADS=1, which would leave cores idle.
     """
-    launcher_chose = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("OMP_NUM_THREADS") == "1"
+    is_started_by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE") != "1"
+    launcher_chose = is_started_by_torchrun and os.environ.get("OMP_NUM_THREADS") == "1"
     user_chose = "OMP_NUM_THREADS" in os.environ and not launcher_chose
     takes_one |= device.type == "cuda"
-    if requested is None and not user_chose and (takes_one or local_world_size > 1):
-        requested = 1 if takes_one else max(1, num_cores() // local_world_size)
+    if requested is None and not user_chose and (takes_one or launcher_chose or num_cores < len(usable_cores())):
+        requested = 1 if takes_one else num_cores
     if requested is not None:
         torch.set_num_threads(requested)
 
@@ -62,9 +66,18 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def num_cores() -> int:
-    """Returns the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores() -> Collection[int]:
+    """Returns the indices of the cores that this process may use."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+
+
+def cores_per_rank(usable: Sequence[Collection[int]]) -> int:
+    """Returns the number of cores, at least 1, for each rank on a machine, given the cores that each rank may use.
+
+    Ranks share a core equally; SLURM's srun, unlike torchrun, often binds each rank to cores of its own.
+    """
+    num_ranks = Counter(chain.from_iterable(usable))
+    return max(1, min(int(sum(Fraction(1, num_ranks[core]) for core in own)) for own in usable))
 
 
 def half_precision(device: torch.device) -> str:

@@ -17,7 +17,7 @@ from trainer.common.torch_private import when_cuda_is_initialised
 from trainer.failure.diagnosis import Diagnosis
 from trainer.failure.errors import EXIT_BAD_INPUT, Failure, print_refusal
 from trainer.failure.heartbeat import CurrentActivity
-from trainer.parallel.devices import device_label
+from trainer.parallel.devices import device_label, usable_cores
 from trainer.parallel.rendezvous import listed, refuse_differences
 
 T = TypeVar("T")
@@ -32,7 +32,8 @@ class Group:
     objects in host memory; `Strategy.exchange` sums gradients.
 
     devices: devices of this process; the first one is PyTorch's current GPU. rank, world_size: as in torch.distributed.
-    local_world_size: number of the run's processes on this machine. is_launched: whether a launcher restarts all
+    local_world_size: number of the run's processes on this machine. num_cores: number of CPU cores for this process,
+    which shares cores with the other processes. is_launched: whether a launcher restarts all
     processes together, so that a single process cannot retry a step. num_idle_gpus: number of GPUs that this process
     sees but for which a launcher started no rank on this machine. exits_with_signal: whether a run stopped by signal
     n exits with status 128 + n, which torchrun would treat as a failure. activity: records what this process is doing.
@@ -48,6 +49,7 @@ class Group:
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
         self.use(devices)
+        self.num_cores = len(usable_cores())
         self.activity = CurrentActivity()
         self.diagnosis = Diagnosis(self.activity)
 

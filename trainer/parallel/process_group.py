@@ -22,7 +22,7 @@ from trainer.failure.diagnosis import GroupDiagnosis
 from trainer.failure.errors import EXIT_BAD_INPUT, Failure, exit_at_once, print_error
 from trainer.failure.heartbeat import EXCHANGE, HeartbeatMonitor, Neighbours, process_space
 from trainer.flags import DeviceFlags, MultiDeviceFlags
-from trainer.parallel.devices import usable_gpus
+from trainer.parallel.devices import cores_per_rank, usable_cores, usable_gpus
 from trainer.parallel.environment import RankEnvironment
 from trainer.parallel.group import Group, result_or_refusal
 from trainer.parallel.rendezvous import ALIKE, join
@@ -39,8 +39,8 @@ MEETING_MARGIN_S = 3.0
 NCCL_PATIENCE, NCCL_MARGIN_S = 2, 60.0
 """Factor and addend that convert `--dist-timeout-s` to the timeout of NCCL's collectives."""
 
-Member = tuple[str, int, str]
-"""Host name, process id, and PID namespace of a process."""
+Member = tuple[str, int, str, set[int]]
+"""Host name, process id, PID namespace, and usable cores of a process."""
 
 DIRECT_BYTES = 3 * 2**18
 """Maximum number of bytes that a process sends to all others directly, not in a ring (benchmarks/exchange.py)."""
@@ -92,6 +92,7 @@ class ProcessGroup(Group):
                 self.require_same(facts, ALIKE)
             self.hosts = [host for host, *_ in members]
             same_host = [other for other, host in enumerate(self.hosts) if host == self.hosts[rank]]
+            self.num_cores = cores_per_rank([members[other][3] for other in same_host])
             self.local_world_size = environment.local_world_size or len(same_host)
             if not environment.is_self_launched:
                 self.num_idle_gpus = max(0, len(gpus) - len(same_host))
@@ -99,12 +100,12 @@ class ProcessGroup(Group):
             with self._told_once(), self._failing_in_start_up():
                 self.use([self.together(lambda: _rank_device(local_rank, gpus))])
             on_failure.pop_all()
-        names = [f"process {process} on {host}" for host, process, _ in members]
+        names = [f"process {process} on {host}" for host, process, *_ in members]
         own_space = members[rank][2]
         self._neighbours = Neighbours(
             {
                 other: process
-                for other, (_, process, space) in enumerate(members)
+                for other, (_, process, space, _) in enumerate(members)
                 if space == own_space and other != rank
             }
         )
@@ -158,7 +159,7 @@ class ProcessGroup(Group):
             # Separate groups, so that a step's small all-reduce never waits for gradients or for work on rank 0.
             self._host_group = dist.new_group(backend="gloo", timeout=timeout)
             self._step_group = dist.new_group(backend="gloo", timeout=timeout)
-            return store, self.gather((socket.gethostname(), os.getpid(), process_space()))
+            return store, self.gather((socket.gethostname(), os.getpid(), process_space(), set(usable_cores())))
 
         try:
             met = within(timeout_s + MEETING_MARGIN_S, meet)

@@ -17,7 +17,7 @@ import torch
 from trainer.common.errors import reason
 from trainer.loading.order import SampleKeys
 from trainer.loading.workers import BatchLoader, Workers
-from trainer.parallel.devices import num_cores
+from trainer.parallel.devices import usable_cores
 from trainer.parallel.process_group import available_backends
 from trainer.profiling.meters import MIB, Timer
 
@@ -73,7 +73,7 @@ def of_this_machine(save_dir: Path, gpus: Sequence[int]) -> Iterator[Finding]:
         yield tested(f"GPU {i}", "exclude this GPU with --gpu-ids", gpu, i)
     for i, j in permutations(gpus, 2):
         yield tested(f"GPU {i} -> {j}", "set NCCL_P2P_DISABLE=1 to copy through the host", peer_to_peer, i, j)
-    yield Finding("OK", "CPU", f"{num_cores()} cores for this process")
+    yield Finding("OK", "CPU", f"{len(usable_cores())} cores for this process")
     yield tested("disk", "choose another --save-dir", disk, save_dir)
     yield tested("shared memory", "train with --num-workers 0", shared_memory)
     yield tested("open files", "train with --num-workers 0", open_files)

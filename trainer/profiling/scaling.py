@@ -23,7 +23,7 @@ from torch.utils.tensorboard import SummaryWriter
 from trainer.commands.flags import Flags
 from trainer.common import forms
 from trainer.config import flag
-from trainer.parallel.devices import num_cores
+from trainer.parallel.devices import usable_cores
 from trainer.profiling.measure import MeasuringFlags, measure_run
 from trainer.profiling.processes import World, chosen_gpus, measure_in, warn_of_threads
 from trainer.profiling.report import note_of_cut_batch, save_results, table
@@ -65,8 +65,10 @@ def profile_scaling(flags: Flags, argv: Sequence[str]) -> None:
     if not chosen_gpus(flags):
         print("Skipping DataParallel, which needs at least two GPUs.")
         warn_of_threads(flags)
-        if worlds[-1].num_devices > num_cores():
-            print(f"{worlds[-1].num_devices} processes share {num_cores()} cores, so their speeds are unreliable.")
+        if worlds[-1].num_devices > len(usable_cores()):
+            print(
+                f"{worlds[-1].num_devices} processes share {len(usable_cores())} cores, so their speeds are unreliable."
+            )
     found: dict[World, list[dict[str, Any]]] = {world: [] for world in worlds}
     for round_ in range(tool.rounds):
         for world in worlds:
