@@ -168,8 +168,8 @@ def test_variables_of_torchrun_take_precedence():
             ["OMPI_COMM_WORLD_SIZE=2: mpirun has started", "lack MASTER_ADDR; use: mpirun "],
         ),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, ["PMI_SIZE=2: mpiexec has started", "RANK=$PMI_RANK"]),
-        (SRUN | {"SLURM_PROCID": "7"}, ["RANK=7: must be below WORLD_SIZE=2; correct these environment variables"]),
-        (SRUN | {"SLURM_STEP_NUM_TASKS": "many"}, ["WORLD_SIZE=many: must be a whole number"]),
+        (SRUN | {"SLURM_PROCID": "7"}, ["SLURM_PROCID=7: must be below SLURM_STEP_NUM_TASKS=2; correct"]),
+        (MPIRUN | {"OMPI_COMM_WORLD_RANK": "abc"}, ["OMPI_COMM_WORLD_RANK=abc: must be a whole number"]),
     ],
 )
 def test_incomplete_launcher_variables_are_refused(variables, parts, refused, tmp_path, monkeypatch):

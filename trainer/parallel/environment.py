@@ -71,7 +71,7 @@ def read_rank_environment(
     """
     if flags is None or (flags.form is not None and not flags.form.has_processes):
         return None, one_process_problems(environ)
-    scheduled, missing = rank_variables(environ)
+    scheduled, names, missing = rank_variables(environ)
     if missing:
         return None, missing
     environ = {**environ, **scheduled}
@@ -85,23 +85,25 @@ def read_rank_environment(
         if not environ.get(name)
     ]
     texts = {name: environ[name] for name in NUMBERS if environ.get(name)}
+    told = {name: f"{names.get(name, name)}={shortened(text)}" for name, text in texts.items()}
+    told.setdefault("LOCAL_RANK", f"--local-rank {flags.local_rank}")
     numbers = {name: int(text) for name, text in texts.items() if _NUMBER.fullmatch(text)}
     problems += [
-        f"{name}={shortened(texts[name])}: must be a whole number from 0 to {MOST}; correct this environment variable"
+        f"{told[name]}: must be a whole number from 0 to {MOST}; correct this environment variable"
         for name in texts
         if name not in numbers or numbers[name] > MOST
     ]
     if flags.local_rank is not None and numbers.setdefault("LOCAL_RANK", flags.local_rank) != flags.local_rank:
-        problems.append(f"--local-rank {flags.local_rank} contradicts LOCAL_RANK={numbers['LOCAL_RANK']}; omit it")
+        problems.append(f"--local-rank {flags.local_rank} contradicts {told['LOCAL_RANK']}; omit it")
     if flags.nproc is not None:
         problems.append(f"--nproc {flags.nproc}: a launcher has already set RANK and WORLD_SIZE; omit --nproc")
     problems += [
-        f"{small}={numbers[small]}: must be below {large}={numbers[large]}; correct these environment variables"
+        f"{told[small]}: must be below {told[large]}; correct these environment variables"
         for small, large in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("LOCAL_RANK", "WORLD_SIZE"))
         if small in numbers and large in numbers and numbers[small] >= numbers[large]
     ]
     if numbers.get("LOCAL_WORLD_SIZE", 0) > numbers.get("WORLD_SIZE", math.inf):
-        problems.append("LOCAL_WORLD_SIZE={LOCAL_WORLD_SIZE} must not exceed WORLD_SIZE={WORLD_SIZE}".format(**numbers))
+        problems.append(f"{told['LOCAL_WORLD_SIZE']} must not exceed {told['WORLD_SIZE']}")
     if not 0 < numbers.get("MASTER_PORT", 1) < 65536:
         problems.append(f"MASTER_PORT={numbers['MASTER_PORT']}: must be from 1 to 65535; change this variable")
     if problems:
@@ -145,63 +147,50 @@ def one_process_problems(environ: Mapping[str, str]) -> list[str]:
 # --- srun and mpirun ---------------------------------------------------------------------------------------------
 
 
-def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+LAUNCHERS = {
+    "srun": {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"},
+    "mpirun": {
+        "RANK": "OMPI_COMM_WORLD_RANK",
+        "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
+        "LOCAL_RANK": "OMPI_COMM_WORLD_LOCAL_RANK",
+        "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
+    },
+    "mpiexec": {"RANK": "PMI_RANK", "WORLD_SIZE": "PMI_SIZE", "LOCAL_RANK": "MPI_LOCALRANKID"},
+}
+"""Each launcher's name of RANK, WORLD_SIZE and so on. "mpiexec" is MPICH's."""
+
+
+def rank_variables(environ: Mapping[str, str]) -> tuple[dict[str, str], Mapping[str, str], list[str]]:
     """Derives RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT from the variables of srun or mpirun.
 
-    Returns (variables by name, error messages); both are empty for a single process, or if RANK, WORLD_SIZE or
-    LOCAL_RANK is already set. Existing values of MASTER_ADDR and MASTER_PORT take precedence.
+    Returns (variables by name, the launcher's names of them, error messages); all are empty for a single process, or
+    if RANK, WORLD_SIZE or LOCAL_RANK is already set. Existing values of MASTER_ADDR and MASTER_PORT take precedence.
     """
-    if any(name in environ for name in RANK_NAMES):
-        return {}, []
-    for size, read, line in (
-        ("SLURM_STEP_NUM_TASKS", _of_srun, ("srun", "$SLURM_PROCID", "$SLURM_NTASKS", "$SLURM_LOCALID")),
-        (
-            "OMPI_COMM_WORLD_SIZE",
-            _of_open_mpi,
-            ("mpirun", "$OMPI_COMM_WORLD_RANK", "$OMPI_COMM_WORLD_SIZE", "$OMPI_COMM_WORLD_LOCAL_RANK"),
-        ),
-        # MPICH's variables depend on its launcher, and do not include an address.
-        ("PMI_SIZE", lambda _: {}, ("mpiexec", "$PMI_RANK", "$PMI_SIZE", "$MPI_LOCALRANKID")),
-    ):
-        if environ.get(size, "1") == "1":
-            continue
-        found = read(environ) | {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if environ.get(name)}
-        missing = [name for name in (*RANK_NAMES, "MASTER_ADDR", "MASTER_PORT") if not found.get(name)]
-        if not missing:
-            return found, []
-        launcher, *names = line
-        by_hand = BY_HAND.format(**dict(zip(("rank", "world_size", "local_rank"), names, strict=True)))
-        return {}, [
-            f"{size}={environ[size]}: {launcher} has started several processes, but its environment variables lack "
-            f"{', '.join(missing)}; use: {launcher} ... {by_hand}"
-        ]
-    return {}, []
+    started = [(name, own) for name, own in LAUNCHERS.items() if environ.get(own["WORLD_SIZE"], "1") != "1"]
+    if not started or any(name in environ for name in RANK_NAMES):
+        return {}, {}, []
+    launcher, names = started[0]
+    found = {name: environ.get(own, "") for name, own in names.items()} | _meeting_place(environ, launcher)
+    found |= {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT") if environ.get(name)}
+    missing = [name for name in (*RANK_NAMES, "MASTER_ADDR", "MASTER_PORT") if not found.get(name)]
+    if not missing:
+        return found, names, []
+    by_hand = BY_HAND.format(**{name.lower(): f"${names[name]}" for name in RANK_NAMES})
+    size = f"{names['WORLD_SIZE']}={found['WORLD_SIZE']}"
+    problem = f"{size}: {launcher} has started several processes, but its environment variables lack "
+    return {}, {}, [f"{problem}{', '.join(missing)}; use: {launcher} ... {by_hand}"]
 
 
-def _of_srun(environ: Mapping[str, str]) -> dict[str, str]:
-    """Reads srun's variables. MASTER_ADDR is the first node, where rank 0 runs; the port is a hash of job and step."""
-    found = {
-        "RANK": environ.get("SLURM_PROCID", ""),
-        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
-        "LOCAL_RANK": environ.get("SLURM_LOCALID", ""),
-        "MASTER_ADDR": first_host(environ.get("SLURM_STEP_NODELIST", "")),
-    }
-    job = environ.get("SLURM_JOB_ID")
-    return found | {"MASTER_PORT": _port(f"{job}.{environ.get('SLURM_STEP_ID')}") if job else ""}
-
-
-def _of_open_mpi(environ: Mapping[str, str]) -> dict[str, str]:
-    """Reads Open MPI's variables, which include no address; on a single machine, MASTER_ADDR is 127.0.0.1."""
-    found = {
-        "RANK": environ.get("OMPI_COMM_WORLD_RANK", ""),
-        "WORLD_SIZE": environ["OMPI_COMM_WORLD_SIZE"],
-        "LOCAL_RANK": environ.get("OMPI_COMM_WORLD_LOCAL_RANK", ""),
-        "LOCAL_WORLD_SIZE": environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", ""),
-    }
-    on_one_machine = found["LOCAL_WORLD_SIZE"] == found["WORLD_SIZE"]
-    job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
-    address = {"MASTER_ADDR": "127.0.0.1" if on_one_machine else "", "MASTER_PORT": _port(job) if job else ""}
-    return {name: value for name, value in (found | address).items() if value}
+def _meeting_place(environ: Mapping[str, str], launcher: str) -> dict[str, str]:
+    """Returns MASTER_ADDR, the host of rank 0, and MASTER_PORT, a hash of the job; "" for what is not known."""
+    if launcher == "srun":
+        address, job = first_host(environ.get("SLURM_STEP_NODELIST", "")), environ.get("SLURM_JOB_ID", "")
+        step = f".{environ.get('SLURM_STEP_ID')}"
+    else:  # MPI's variables include no address
+        on_one_machine = environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == environ.get("OMPI_COMM_WORLD_SIZE", "")
+        address, step = "127.0.0.1" if on_one_machine else "", ""
+        job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
+    return {"MASTER_ADDR": address, "MASTER_PORT": _port(f"{job}{step}") if job else ""}
 
 
 def first_host(nodes: str) -> str:
