@@ -26,6 +26,14 @@ def test_a_path_is_named_once(path, told):
         raise PermissionError(errno.EACCES, "Permission denied", path)
 
 
+def test_a_link_to_a_missing_folder_is_named(refused, tmp_path):
+    (tmp_path / "run").symlink_to(tmp_path / "missing")
+    told = (
+        f"--save-dir {tmp_path / 'run'}: {tmp_path / 'run'} is a link to {tmp_path / 'missing'}, which does not exist"
+    )
+    refused([told], *TINY, "--save-dir", tmp_path / "run")
+
+
 # --- kept checkpoints and their names ----------------------------------------------------------------------------
 
 

@@ -173,6 +173,8 @@ def refusing_disk_errors(what: str, advice: str = "", numbers: Container[int] | 
 def reason_of(error: OSError, known: str) -> str:
     """Returns the reason of a disk error, after the path of its file unless `known` contains this path."""
     path = error.filename if isinstance(error.filename, str) else str(error.filename or "")
+    if os.path.islink(path) and not os.path.exists(path):
+        return f"{path} is a link to {os.readlink(path)}, which does not exist"
     return f"{'' if path in known else f'{path}: '}{error.strerror or error}"
 
 
