@@ -67,6 +67,12 @@ def test_two_processes_score_like_one(argv, run_here, command, tmp_path):
     assert one.keys() == two.keys() and all((one[name] == two[name]).all() for name in one)
 
 
+@pytest.mark.parametrize("argv", ["seqrec ease"], indirect=True)
+def test_progress_of_several_fitted_runs_counts_runs(argv, run_here, monkeypatch, tmp_path):
+    monkeypatch.setattr("trainer.logs.console.PLAIN_LINE_INTERVAL_S", 0)
+    assert "0 of 2 runs; running: seed-0" in run_here(*argv, "--seeds", 2, "--save-dir", tmp_path / "runs").out
+
+
 def test_settings_of_a_trained_model_are_refused(run_here):
     err = run_here("--task", "seqrec", "--model", "rules", "--hidden-units", "8", status=2).err
     assert "--hidden-units" in err and "--model" in err

@@ -265,14 +265,14 @@ class SeveralRuns:
         self.directory.delete(SUMMARY)
         failures = []
         in_steps = self.flags.run.max_steps is not None
-        length = self.flags.run.max_steps or self.flags.run.epochs or 0
+        length = 1 if self.task.fitted else self.flags.run.max_steps or self.flags.run.epochs or 0
 
         def num_done() -> int:
             # a finished run counts in full, even if it stopped early
             num_ended = len(self.jobs) - len(unfinished)
             return num_ended * length + sum(job.num_done(in_steps) for job in unfinished)
 
-        unit = "steps" if in_steps else "epochs"
+        unit = "runs" if self.task.fitted else "steps" if in_steps else "epochs"
         with closing(Progress(len(self.jobs) * length, num_done(), unit)) as progress:
             for running, ended in run_jobs(launcher, unfinished, self.slots.variables):
                 for job, status in ended:

@@ -72,14 +72,14 @@ class ProgressBar:
 
 
 class Progress(ProgressBar):
-    """Progress bar over several runs. unit: "steps" or "epochs"."""
+    """Progress bar over several runs. unit: "steps", "epochs" or "runs"."""
 
     def __init__(self, total: int, num_done: int, unit: str) -> None:
         super().__init__(total, num_done, unit)
         self._unit = unit
 
     def show(self, num_done: int, running: Sequence[str]) -> None:
-        """Shows progress. num_done: steps or epochs done in all runs. running: names of runs."""
+        """Shows progress. num_done: units done in all runs. running: names of runs."""
         self.bar.n = num_done
         if running:
             names = ", ".join(running)
