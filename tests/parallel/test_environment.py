@@ -105,6 +105,16 @@ def test_a_rank_that_cannot_join_the_others_fails(cli, tmp_path, monkeypatch):
     assert not contents(tmp_path)
 
 
+def test_an_unknown_master_addr_is_named_once_while_its_rank_waits(cli, tmp_path, monkeypatch):
+    """The domain "invalid" has no names."""
+    for name, value in (GOOD | {"MASTER_ADDR": "host.invalid"}).items():
+        monkeypatch.setenv(name, value)
+    args = [*TINY, "--multi-gpu", "ddp", "--device", "cpu", "--dist-timeout-s", 1, "--save-dir", tmp_path / "run"]
+    status, _, (waits, error) = cli(*args, several_devices=True)
+    assert status == 1 and waits.startswith("MASTER_ADDR=host.invalid: no address is known for this name yet; waiting")
+    assert "within --dist-timeout-s 1" in error and error.endswith("this name; correct this environment variable")
+
+
 def test_a_message_of_one_of_several_machines_names_the_machine(refused, tmp_path, monkeypatch):
     for name, value in GOOD.items():
         monkeypatch.setenv(name, value)

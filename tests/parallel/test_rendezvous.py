@@ -20,7 +20,14 @@ from trainer.common.process import within
 from trainer.config import options
 from trainer.flags import TRAINER_GROUPS
 from trainer.parallel.environment import RankEnvironment
-from trainer.parallel.rendezvous import MOST_NAMED, POLL_S, _claim_rank, _name_of_attempt, refuse_differences
+from trainer.parallel.rendezvous import (
+    MOST_NAMED,
+    POLL_S,
+    _await_host,
+    _claim_rank,
+    _name_of_attempt,
+    refuse_differences,
+)
 from trainer.registry import find_task
 
 LOCAL = {
@@ -108,6 +115,18 @@ def come(tmp_path):
         return ends
 
     return run
+
+
+def test_a_host_name_is_awaited_until_it_is_known(monkeypatch):
+    found = iter([socket.gaierror(socket.EAI_NONAME, "unknown"), socket.gaierror(socket.EAI_AGAIN, "no answer"), None])
+
+    def look_up(*_):
+        if (error := next(found)) is not None:
+            raise error
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    _await_host(RankEnvironment(0, 2, init_method="tcp://pod-0:29500"), time.monotonic() + 60)
+    assert not [*found]
 
 
 def test_all_ranks_join(come):

@@ -1,16 +1,21 @@
 """Rendezvous of a run's processes: checks that each rank joins once, and that all ranks have the same flags."""
 
 import itertools
+import os
 import secrets
+import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from hashlib import blake2b
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
 from trainer.common.errors import UserError, shortened
+from trainer.common.process import to_stderr
 from trainer.config import shown
 from trainer.parallel.environment import RankEnvironment, is_under_torchrun
 
@@ -19,6 +24,7 @@ MOST_NAMED = 8
 ALIKE = "start all ranks with the same command, and each job with its own MASTER_PORT"
 SIZE = "WORLD_SIZE of rank 0"
 POLL_S = 0.05
+RESOLVE_S = 0.5
 
 _runs = itertools.count()
 """Counts the runs of this process; all processes of a run have the same count."""
@@ -31,6 +37,7 @@ def join(environment: RankEnvironment, timeout_s: float) -> dist.Store:
     """
     deadline = time.monotonic() + timeout_s
     rank, world_size, timeout = environment.rank, environment.world_size, timedelta(seconds=timeout_s)
+    _await_host(environment, deadline)
     store, _, _ = next(dist.rendezvous(environment.init_method, rank, world_size, timeout=timeout))
     store.set_timeout(timeout)
     # A store may outlive a run's processes; later runs and attempts must not read its old entries.
@@ -39,6 +46,23 @@ def join(environment: RankEnvironment, timeout_s: float) -> dist.Store:
         return dist.PrefixStore(_name_of_attempt(store, rank, world_size, deadline), store)
     _claim_rank(store, environment, deadline)
     return store
+
+
+def _await_host(environment: RankEnvironment, deadline: float) -> None:
+    """Waits until the host name of rank 0 can be resolved, since some clusters publish it once the host has started."""
+    url, is_told = environment.init_method, not environment.tells_user
+    host = os.environ.get("MASTER_ADDR") if url == "env://" else urlsplit(url).hostname
+    problem = f"MASTER_ADDR={shortened(str(host))}: no address is known for this name"
+    while host:
+        with suppress(socket.gaierror, UnicodeError):
+            socket.getaddrinfo(host, None)
+            return
+        if time.monotonic() >= deadline:
+            raise RuntimeError(f"{problem}; correct this environment variable")
+        if not is_told:
+            to_stderr(f"{problem} yet; waiting for it; if the name is wrong, correct this environment variable")
+            is_told = True
+        time.sleep(RESOLVE_S)
 
 
 def _name_of_attempt(store: dist.Store, rank: int, world_size: int, deadline: float) -> str:
