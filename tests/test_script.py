@@ -111,6 +111,12 @@ def test_matches_a_bare_loop(train, more, tmp_path):
         torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("name", ["weight", "skipped_steps", "learning_rate"])
+def test_a_metric_with_a_name_of_the_trainer_is_refused(name, tmp_path):
+    with pytest.raises(UserError, match=f"fit: the loss in train mode returns '{name}', .*; rename it"):
+        fit(tmp_path, loss=lambda model, batch: {"loss": nll(model, batch), name: batch["y"]})
+
+
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, partial(torch.optim.AdamW, weight_decay=0.5)])
 def test_an_optimizer_keeps_its_settings(optimizer, tmp_path):
     _, run = fit(tmp_path, batch_size=8, max_grad_norm=0, optimizer=optimizer)

@@ -244,6 +244,10 @@ AFTER_AN_EPOCH = {
         broken(summarise=lambda self, sums: {"loss": np.float32(1)}),
         "Broken.summarise: must return a number for 'loss', not a float32",
     ),
+    "a metric of the trainer": (
+        broken(summarise=lambda self, sums: {"loss": 1.0, "grad_norm": 1.0}),
+        "Broken.summarise: returns 'grad_norm', the name of a metric of the trainer; rename it",
+    ),
     "no dict": (broken(summarise=lambda self, sums: 1.0), "Broken.summarise: must return a dict of numbers, not a flo"),
     "tensors of training": (
         broken(summarise_training=lambda self, sums, phase: sums),

@@ -178,15 +178,6 @@ def test_all_batches_must_have_the_same_outputs_per_sample():
             outputs.add(torch.arange(2), second)
 
 
-def test_the_metric_name_weight_is_reserved():
-    def weighs(run):
-        forward = run.learner.objective.forward
-        run.learner.objective.forward = lambda batch: forward(batch) | {"weight": torch.tensor(1.0)}
-
-    with pytest.raises(UserError, match="returns 'weight', a name reserved for"):
-        evaluated(SingleDevice(CPU), change=weighs)
-
-
 def test_index_must_name_every_sample():
     share = torch.tensor([0, 0, 2]), {"x": torch.zeros(3)}
     with pytest.raises(UserError, match=r"covered only 2 of 3 samples"):

@@ -24,7 +24,7 @@ from trainer.loading.order import split_global_batch
 from trainer.loop.learner import Learner
 from trainer.loop.module_state import Change, leaving_no_trace
 from trainer.loop.plan import BatchSplit, SampleOrder, ShuffledOrder
-from trainer.loop.totals import forward_name, require_sums
+from trainer.loop.totals import OWN_METRICS, forward_name, require_sums
 from trainer.parallel.group import Group
 from trainer.parallel.rows import require_equal_exchanges
 from trainer.parallel.strategy import Strategy
@@ -304,6 +304,8 @@ def checked_metrics(task: Task, method: str, metrics: object) -> dict[str, float
             raise UserError(f"{name}: must return a number for {metric!r}, not a {type(value).__name__}; use float()")
         if isinstance(value, int) and abs(value) > sys.float_info.max:
             raise UserError(f"{name}: returns a whole number for {metric!r} that is too large for a float")
+        if metric in OWN_METRICS:
+            raise UserError(f"{name}: returns {metric!r}, the name of a metric of the trainer; rename it")
     return {
         printable(str(metric)): value if type(value) in (int, float) else float(value)
         for metric, value in metrics.items()

@@ -15,6 +15,11 @@ from trainer.task import Objective, Outputs, PerSample, Sums, method_name
 
 COARSE = torch.float16, torch.bfloat16
 """Types that round a sum over samples, or overflow."""
+OWN_METRICS = {
+    "skipped_steps", "covered_samples", "learning_rate", "grad_norm", "samples_per_second", "epoch_seconds",
+    "data_wait_seconds",
+}  # fmt: skip
+"""Metrics that the trainer logs, in the group "train/" in metrics.jsonl or TensorBoard."""
 HOST = torch.device("cpu")
 FOLD_EVERY = 64
 """Number of `add` calls after which stored tensors are summed: large enough for speed, small enough for memory."""
@@ -123,6 +128,8 @@ def require_sums(sums: object, objective: nn.Module, phase: str | None) -> None:
         problem = f"returns a value named {strange[0]!r} of type {type(strange[0]).__name__}; name it by a string"
     elif "weight" in sums:
         problem = "returns 'weight', a name reserved for the number of loss terms; rename it"
+    elif own := sorted(OWN_METRICS & sums.keys()):
+        problem = f"returns {own[0]!r}, the name of a metric of the trainer; rename it"
     elif coarse := [name for name, value in sums.items() if getattr(value, "dtype", None) in COARSE]:
         problem = f"returns {coarse[0]!r} in {sums[coarse[0]].dtype}; sum in at least float32, as with .double().sum()"
     elif (phase or getattr(objective, "given_as", None)) and "loss" not in sums:
