@@ -1,10 +1,12 @@
 """`trainer.fit(model, train, loss)` equals a bare loop, and refuses what it cannot train."""
 
 import json
+import pickle
 import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -109,6 +111,15 @@ def test_matches_a_bare_loop(train, more, tmp_path):
     expected = bare_loop(lambda parameters: optimizer(parameters, lr=0.05))
     for name, weight in run.load().state_dict().items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-14)
+
+
+def test_a_result_can_be_copied_and_pickled(tmp_path):
+    result = fit(tmp_path)
+    metrics, run = pickle.loads(pickle.dumps(result))
+    assert metrics == result.metrics == run.metrics
+    with pytest.raises(UserError, match="can build this model; call `run"):
+        run.load()
+    assert_same_bits(deepcopy(result).run.load().state_dict(), result.run.load().state_dict())
 
 
 @pytest.mark.parametrize("name", ["weight", "skipped_steps", "learning_rate"])

@@ -78,6 +78,13 @@ class SavedRun:
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", Path(self.path))  # a string, for example
 
+    def __reduce__(self) -> tuple[type["SavedRun"], tuple[Path, type[Task] | None]]:
+        """Pickles the run without a class that another process cannot import, such as that of fit(model, ...)."""
+        return SavedRun, (self.path, self.task if self.task is not None and _is_importable(self.task) else None)
+
+    def __deepcopy__(self, memo: object) -> "SavedRun":
+        return self
+
     @property
     def state(self) -> str | None:
         """State in state.json, such as "finished", "preempted" or "paused"; None if the file does not exist."""
