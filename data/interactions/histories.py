@@ -7,8 +7,9 @@ import numpy as np
 
 from data.files import shown
 from data.interactions.columns import ColumnChoice
+from data.interactions.item_sets import numbered
 from data.interactions.reader import Interactions, find_files, in_time_order
-from data.interactions.sequences import scaled_times
+from data.interactions.sequences import scaled, shortest_gaps
 from data.interactions.table import Table, read_table
 from data.table_files import STRICT, Reading
 from trainer.common.errors import UserError
@@ -43,7 +44,11 @@ class Histories:
         self._interactions, self.user_ids = self._known(table, item_ids, file.where)
         self._maxlen, self.num_places, self._mask_seen = maxlen, num_places, mask_seen
         times = self._interactions.times
-        self._times = None if times is None or not with_times else scaled_times(self._interactions, times)
+        self._times = None
+        if times is not None and with_times:
+            offsets = self._interactions.offsets
+            users, _ = numbered(np.diff(offsets))
+            self._times = scaled(times, times[offsets[users]], shortest_gaps(offsets, times)[offsets[users + 1] - 1])
         self._refuse_too_many_places(file.where)
 
     def _known(self, table: Table, item_ids: Sequence[str], where: str) -> tuple[Interactions, list[str]]:

@@ -24,7 +24,7 @@ from trainer.loading.order import SampleKeys
 EvaluationNegatives = Literal["parity", "unseen", "clean"]
 NUM_EVALUATION_NEGATIVES = 100
 
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 _LARGEST_SCALED_TIME = np.iinfo(np.int32).max
 _TRAIN_STREAM, _VAL_STREAM, _TEST_STREAM = range(3)
 _TRAIN_STEP, _EVALUATION_STEP, _SEEN_STEP = 8, 16, 128
@@ -54,13 +54,15 @@ class _Split:
     num_train, val_end: (num_users,) int64; a user's interactions [0, num_train) are for training, [num_train, val_end)
         for validation, and later ones for the test.
     items: training items of each user.
-    scaled_times: (n,) int32, from the function `scaled_times`; None without times.
+    scaled_times: (n,) int32, times in units of the shortest gap of the user's training items; None without times.
+    shortest_gaps: (n,) int64, from the function `shortest_gaps`; None without times.
     """
 
     num_train: np.ndarray
     val_end: np.ndarray
     items: ItemSets
     scaled_times: np.ndarray | None
+    shortest_gaps: np.ndarray | None
 
 
 class TrainSequences(Movable):
@@ -185,7 +187,7 @@ class EvaluationSequences(Movable):
         mask_seen: bool,
     ) -> None:
         """Creates the data set. is_test: whether targets are test items, not validation items."""
-        self._items, self._times = interactions.items, split.scaled_times
+        self._items, self._times = interactions.items, interactions.times
         self._maxlen = maxlen
         self._candidates = candidates
         self._mask_seen = mask_seen
@@ -197,6 +199,8 @@ class EvaluationSequences(Movable):
         self.users, self._turn = users[order], turn[order]
         self._position = first[self.users] + self._turn
         self._first = interactions.offsets[self.users]
+        gaps = split.shortest_gaps
+        self._shortest_gap: Array = None if gaps is None else gaps[self._first + self._position - 1]
 
     def __len__(self) -> int:
         return len(self.users)
@@ -222,7 +226,8 @@ class EvaluationSequences(Movable):
             "candidates": self._candidates.draw(self.users.take(index), self._turn.take(index)),
         }
         if self._times is not None:
-            batch["times"] = rows.of(self._times)
+            origin, gap = self._times.take(start), self._shortest_gap.take(index)
+            batch["times"] = scaled(rows.of(self._times), origin[:, None], gap[:, None]) * rows.is_real
         if self._mask_seen:
             most = keys.padded_length(longest, _SEEN_STEP)
             history = cast(Ragged(start, num_seen, most).of(self._items), "int64")
@@ -303,13 +308,17 @@ def _load_split(interactions: Interactions, cache_dir: Path, hold_out: HoldOut) 
         arrays = {"num_train": num_train, "val_end": val_end}
         arrays |= _item_sets(interactions, users, in_training).arrays
         if interactions.times is not None:
-            arrays["scaled_times"] = scaled_times(interactions, interactions.times, in_training)
+            arrays["shortest_gaps"] = gaps = shortest_gaps(interactions.offsets, interactions.times)
+            first = interactions.offsets[users]
+            gap = gaps[first + np.maximum(num_train[users], 1) - 1]
+            arrays["scaled_times"] = scaled(interactions.times, interactions.times[first], gap)
         return arrays
 
     key = key_of("split", _FORMAT_VERSION, interactions.key, hold_out)
     arrays = cached_arrays(cache_dir, key, build)
     items = ItemSets(arrays["offsets"], arrays["items"], arrays["thresholds"], interactions.num_items)
-    return _Split(arrays["num_train"], arrays["val_end"], items, arrays.get("scaled_times"))
+    times = arrays.get("scaled_times"), arrays.get("shortest_gaps")
+    return _Split(arrays["num_train"], arrays["val_end"], items, *times)
 
 
 def _items_excluded(
@@ -327,20 +336,22 @@ def _item_sets(interactions: Interactions, users: np.ndarray, chosen: np.ndarray
     return ItemSets.of_pairs(users[chosen], interactions.items[chosen], interactions.num_users, interactions.num_items)
 
 
-def scaled_times(interactions: Interactions, times: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-    """Returns times since each user's first time, divided by the user's smallest gap and rounded, plus 1: (n,) int32.
+def shortest_gaps(offsets: np.ndarray, times: np.ndarray) -> np.ndarray:
+    """Returns the shortest gap above 0 between a user's times up to each interaction: (n,) int64; 1 s without a gap."""
+    _, position = numbered(np.diff(offsets))
+    gaps = np.diff(times, prepend=times[:1])  # times may decrease between the files of a split
+    shortest = np.where((position > 0) & (gaps > 0), gaps, np.iinfo(np.int64).max)
+    shift = 1
+    while shift <= position.max(initial=0):
+        later = np.flatnonzero(position >= shift)
+        shortest[later] = np.minimum(shortest[later], shortest[later - shift])
+        shift *= 2
+    return np.where(shortest == np.iinfo(np.int64).max, 1, shortest)
 
-    counts: (n,) bool, whether to consider the gap before an interaction; None: consider all. Gaps of 0 are ignored;
-    without a gap, the divisor is 1 s. Li, Wang and McAuley, "Time interval aware self-attention for sequential
-    recommendation", WSDM 2020.
+
+def scaled(times: Array, first: Array, gap: Array) -> Array:
+    """Returns times since a user's first time, divided by a gap and rounded, plus 1: int32.
+
+    Li, Wang and McAuley, "Time interval aware self-attention for sequential recommendation", WSDM 2020.
     """
-    users, _ = numbered(np.diff(interactions.offsets))
-    gaps = np.diff(times)
-    chosen = (users[1:] == users[:-1]) & (gaps > 0)
-    if counts is not None:
-        chosen &= counts[1:]
-    smallest = np.full(interactions.num_users, np.iinfo(np.int64).max)
-    np.minimum.at(smallest, users[1:][chosen], gaps[chosen])
-    smallest[smallest == np.iinfo(np.int64).max] = 1
-    scaled = np.rint((times - times[interactions.offsets[users]]) / smallest[users]) + 1
-    return np.clip(scaled, 1, _LARGEST_SCALED_TIME).astype(np.int32)  # times may decrease between the files of a split
+    return cast(((cast(times - first, "float64") / gap).round() + 1).clip(1, _LARGEST_SCALED_TIME), "int32")

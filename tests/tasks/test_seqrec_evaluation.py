@@ -43,7 +43,7 @@ def slow_scores(run, split, mask_seen):
     places, rankings = {"": [], "sampled_": []}, []
     for i, user in enumerate(dataset.users):
         history, target = ITEMS[user][:-held_back], ITEMS[user][-held_back]
-        times = slow_scaled_times(TIMES[user])[:-held_back]
+        times = slow_scaled_times(TIMES[user][:-held_back])
         shown = torch.tensor([history[-maxlen:]]), torch.tensor([min(len(history), maxlen)])
         with torch.no_grad():
             scores = run.learner.objective.model(*shown, torch.tensor([times[-maxlen:]]))[0].tolist()
