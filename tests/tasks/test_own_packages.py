@@ -50,6 +50,18 @@ def own_task(tmp_path) -> str:
     return f"{tmp_path / 'own' / 'sides.py'}:Sides"
 
 
+@pytest.mark.parametrize("makes_package", [True, False])
+def test_a_task_in_a_package_named_like_the_trainers_imports_from_it(makes_package, own_task, command, tmp_path):
+    folder = tmp_path / "own" / "tasks"
+    (folder / "sides.py").write_text("from .numbers import NUM_SIDES\n" + FILES["sides.py"])
+    if not makes_package:
+        (folder / "__init__.py").unlink()
+    flags = ("--task", f"{folder / 'sides.py'}:Sides", "--epochs", 1, "--device", "cpu", "--save-dir", tmp_path / "run")
+    done = command(ROOT / "main.py", *flags, status=0 if makes_package else 2)
+    hint = f"parent package; create an empty {folder / '__init__.py'}, so that {folder} is a package\n"
+    assert done.stderr.endswith("" if makes_package else hint), done.stderr
+
+
 SEVERAL = "two processes with a worker each"
 SLOW_NAMES = ("tasks", "models", "json", "numpy", "my.task")
 LAUNCHERS = {

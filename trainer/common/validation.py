@@ -15,7 +15,7 @@ from trainer.common.errors import UserError
 from trainer.common.files import refusing_disk_errors
 
 _put_first: list[str] = []
-"""Folders that `find_class` has inserted at the front of `sys.path`."""
+"""Strings that `find_class` has inserted at the front of `sys.path`, which may contain equal ones of its own."""
 
 
 def checked_path(text: str) -> Path:
@@ -60,7 +60,8 @@ def checked_text(text: str) -> str:
 def find_class(value: str, flag: str, base: type, comes_first: bool) -> type[Any]:
     """Imports a subclass of `base` from path/to/file.py:ClassName. Raises UserError.
 
-    comes_first: insert the file's folder at the front of sys.path, before the trainer's packages; otherwise append it.
+    comes_first: insert the file's folder, and the folder of its package, at the front of sys.path, before the trainer's
+    packages; otherwise append them.
     """
     path, class_name = split_name(value, flag)
     found = getattr(_import_file(path, f"{flag} {value}", comes_first), class_name, None)
@@ -87,16 +88,14 @@ def split_name(value: str, flag: str) -> tuple[Path, str]:
 def _import_file(path: Path, given: str, comes_first: bool) -> ModuleType:
     """Imports a file as a module, or as a module of its package; does not replace another module of the same name."""
     path = path.resolve()
-    folder, root = str(path.parent), path.parent
+    root = path.parent
     while (root / "__init__.py").is_file():
         root = root.parent
-    if str(root) not in (folder, *sys.path):
-        sys.path.append(str(root))
-    if comes_first and sys.path[:1] != [folder]:
-        sys.path.insert(0, folder)
-        _put_first.append(folder)
-    elif folder not in sys.path:
-        sys.path.append(folder)
+    folders = [*dict.fromkeys((str(path.parent), str(root)))]
+    if comes_first and sys.path[: len(folders)] != folders:
+        sys.path[:0] = folders
+        _put_first.extend(folders)
+    sys.path += [folder for folder in folders if folder not in sys.path]
     parts = path.relative_to(root).with_suffix("").parts
     name, hint = ".".join(parts), ""
     if not _is_found(parts[0], root / parts[0] / "__init__.py" if parts[1:] else path):
@@ -108,8 +107,11 @@ def _import_file(path: Path, given: str, comes_first: bool) -> ModuleType:
         return sys.modules[name] if name in sys.modules else _execute(path, name)
     except (ImportError, SyntaxError, SystemExit) as error:
         package, dot, _ = (getattr(error, "name", None) or "").partition(".")
-        if dot and (path.parent / f"{package}.py").is_file():
-            hint = f"; rename {path.parent / package}.py, which hides the package {package}"
+        beside = path.parent / package
+        if dot and beside.with_suffix(".py").is_file():
+            hint = f"; rename {beside}.py, which hides the package {package}"
+        elif (dot or "relative import" in str(error)) and beside.is_dir() and not (beside / "__init__.py").exists():
+            hint = f"; create an empty {beside / '__init__.py'}, so that {beside} is a package"
         raise UserError(f"{given}: cannot import {path}: {type(error).__name__}: {error}{hint}") from None
 
 
@@ -140,9 +142,7 @@ def without_folders_of_classes() -> Iterator[None]:
     In processes started in this context, the user's files cannot shadow modules of the trainer and its libraries.
     """
     path = list(sys.path)
-    for folder in _put_first:
-        with suppress(ValueError):  # already removed
-            sys.path.remove(folder)
+    sys.path[:] = [folder for folder in path if not any(folder is own for own in _put_first)]
     try:
         yield
     finally:
