@@ -66,8 +66,7 @@ def test_recordings_that_change_order_after_the_checkpoint_are_reported(run_here
 
 def assert_close(one, other):
     """Asserts nearly equal weights and losses, and equal error rates, which are ratios of whole numbers."""
-    for name, value in weights(one).items():
-        torch.testing.assert_close(weights(other)[name], value, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(weights(other), weights(one), rtol=1e-9, atol=1e-11)
     assert results_of(other)["metrics"] == pytest.approx(results_of(one)["metrics"], rel=1e-9)
     assert [results_of(other)["metrics"][name] for name in ERROR_RATES] == [
         results_of(one)["metrics"][name] for name in ERROR_RATES
@@ -118,8 +117,7 @@ def test_replicas_equal_one_device(more, digits, cache_dir, tmp_path):
     argv = [*RUN, *EXACT, "--data-dir", digits, *more, "--cache-dir", cache_dir / "lockstep", "--eval-every", 2]
     one, test_one = trained(SingleDevice(torch.device("cpu")), tmp_path / "one", *map(str, argv))
     many, test_many = trained(ReplicasOnCpu(2), tmp_path / "many", *map(str, argv), "--batch-size", "3")
-    for name, value in one["model"].items():
-        torch.testing.assert_close(many["model"][name], value, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(many["model"], one["model"], rtol=1e-9, atol=1e-11)
     assert [test_many[name] for name in ERROR_RATES] == [test_one[name] for name in ERROR_RATES]
 
 
@@ -278,19 +276,6 @@ def test_a_language_model_changes_transcripts(recognised, tmp_path):
     (fused,) = recognised(recording, "--beam", 16, "--language-model", model, "--lm-weight", 5)
     assert set(plain["text"]) - {"o"}
     assert set(fused["text"]) == {"o"}
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [(b"RIFF of nothing", "cannot"), (b"", "cannot"), (None, "no such file")],
-    ids=["broken", "empty", "missing"],
-)
-def test_recordings_that_cannot_be_read_are_refused(content, said, spoken, refused, cache_dir, tmp_path):
-    path = tmp_path / "new" / "a.wav"
-    path.parent.mkdir()
-    if content is not None:
-        path.write_bytes(content)
-    refused([f"--predict {path}: "], "--predict", path, "--save-dir", spoken)
 
 
 def test_unreadable_recordings_of_a_folder_are_skipped_or_refused(run_here, spoken, refused, tmp_path):

@@ -1,6 +1,5 @@
 """Tests that new recordings are read as windows, or refused with one message that names the place of the mistake."""
 
-import gzip
 import io
 import pickle
 
@@ -28,17 +27,6 @@ def test_the_number_of_windows_at_the_edges(windows, tmp_path):
         samples = dataset.__getitems__(SampleKeys(np.arange(num_windows), epoch=0))
         np.testing.assert_array_equal(samples["signals"], windows[:num_windows])
         assert dataset.start_s.tolist() == [1.28 * i for i in range(num_windows)]
-
-
-def test_a_compressed_recording_is_read(windows, tmp_path):
-    path = save_recording(tmp_path / "walk.csv", joined(windows))
-    packed = tmp_path / "walk.csv.gz"
-    packed.write_bytes(gzip.compress(path.read_bytes()))
-    np.testing.assert_array_equal(read_new_windows(packed).signals, read_new_windows(path).signals)
-    packed.write_bytes(packed.read_bytes()[:1000])
-    refuse_file(packed, "is damaged")
-    packed.write_bytes(path.read_bytes())
-    refuse_file(packed, "Not a gzipped file")
 
 
 def test_a_recording_longer_than_a_parsed_block_is_read(tmp_path):

@@ -497,12 +497,6 @@ def test_new_recordings_in_a_folder_are_read(tmp_path, noise):
     assert corpus.transcripts == corpus.speakers == ("", "")
 
 
-def test_a_new_recording_in_a_file_is_read(tmp_path, noise):
-    (tmp_path / "a.wav").write_bytes(wav(noise(10)))
-    corpus = read_recordings(tmp_path / "a.wav", 8_000)
-    assert corpus.names == ("a.wav",) and len(corpus.utterance(0)) == 10
-
-
 def test_bad_new_recordings_are_named(tmp_path, noise):
     with pytest.raises(UserError, match=f"--predict {tmp_path}: contains no sound files"):
         read_recordings(tmp_path, 8_000)
