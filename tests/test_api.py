@@ -242,12 +242,6 @@ def test_all_mistakes_are_reported_together(capsys, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("given", [Weighted.Config, object()])
-def test_values_that_are_not_tasks_are_refused(given, tmp_path):
-    with pytest.raises(trainer.UserError, match=r"must be an nn\.Module, a subclass of trainer\.Task"):
-        trainer.fit(given, save_dir=tmp_path / "run")
-
-
 def test_a_refusal_is_raised_not_printed(tmp_path, capsys):
     with pytest.raises(trainer.UserError, match="--drop-last"):
         trainer.fit(Weighted, save_dir=tmp_path, drop_last=True, **(SETTINGS | {"batch_size": 100}))

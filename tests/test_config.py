@@ -13,7 +13,6 @@ from trainer.config import (
     build_parser,
     checked_defaults,
     flag,
-    flag_values,
     options,
     parse_flags,
 )
@@ -171,27 +170,6 @@ def test_each_mistake_names_value_and_flag(argv, message):
     assert read(*argv.split())[1] == [message]
 
 
-def test_all_mistakes_are_found_together():
-    _, problems = read(*"--rate 7 --kind c --big-count --nonsense 3 --sizes x".split())
-    assert len(problems) == 5, problems
-
-
-def test_values_survive_json_and_checkpoints():
-    import json
-
-    values = flag_values(Example(file=Path("x")))
-    assert values["--file"] == "x"
-    assert values["--no-extra"] is False
-    assert json.loads(json.dumps(values))["--sizes"] == [1, 2]
-
-
-def test_errors_across_groups_and_in_the_task_are_reported_together():
-    argv = "--batch-size 0 --lr -1 --hidden-dims 0 --amp fp16 --dtype float64 --warmup-epochs 3 --epochs 2".split()
-    _, problems = parse(argv, several_devices=False)
-    for name in ("--batch-size 0", "--lr -1", "--hidden-dims 0", "--amp fp16", "--warmup-epochs 3"):
-        assert any(name in problem for problem in problems), (name, problems)
-
-
 def test_help_names_every_task(capsys):
     with pytest.raises(SystemExit):
         parse(["--help"], several_devices=False)
@@ -204,22 +182,6 @@ def test_help_describes_what_the_chosen_task_labels(task, says, capsys):
     with pytest.raises(SystemExit):
         parse(["--task", task, "--help-all"], several_devices=False)
     assert ("the CSV file of one recording" in capsys.readouterr().out) == says
-
-
-@pytest.mark.parametrize(
-    ("task", "message"),
-    [
-        ("nope", "must be one of har"),
-        ("no/such/file.py:Task", "there is no file"),
-        ("tests/helpers/weighted_task.py:Nothing", "defines no Nothing"),
-        ("tests/helpers/weighted_task.py:Network", "must be a subclass"),
-    ],
-)
-def test_a_wrong_task_does_not_hide_other_errors(task, message):
-    _, problems = parse(["--task", task, "--lr", "x", "--of-the-task", "3"], several_devices=False)
-    assert len(problems) == 2
-    assert message in problems[0]
-    assert "--lr x" in problems[1]
 
 
 def test_fit_accepts_hidden_flags_but_not_launcher_flags():

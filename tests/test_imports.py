@@ -216,39 +216,6 @@ def may_import(module: str, name: str) -> bool:
     return room_of(name) == room_of(module) or not ARROWS[room_of(module)].isdisjoint({name, room_of(name)})
 
 
-@pytest.mark.parametrize(
-    ("module", "name", "allowed"),
-    [
-        ("trainer.loop.train", "trainer.loop.plan", True),
-        ("trainer.commands.build", "trainer.parallel.strategy", True),
-        ("trainer.logs.console", "trainer.parallel.strategy", False),
-        ("trainer.commands.parse", "tasks", False),
-        ("trainer.commands.weights", "tasks.har", False),
-        ("trainer.registry", "tasks", False),
-        ("main", "tasks", True),
-        ("tasks.har", "models.har.harnet", True),
-        ("models.har.harnet", "tasks.har", False),
-        ("models.har.harnet", "trainer.config", False),
-        ("trainer.loop.train", "models", False),
-        ("trainer.cli", "data", False),
-        ("tasks.har", "trainer.logs.console", False),
-        ("trainer.cli", "trainer.profiling.report", False),
-        ("trainer.loading.order", "trainer.config", False),
-        ("trainer.task", "trainer", False),
-        ("data.har.windows", "trainer.loading.order", True),
-        ("data.har.windows", "models.har.harnet", False),
-        ("main", "trainer.failure.signals", True),
-        ("main", "trainer.parallel.ddp", False),
-        ("examples.own_task", "trainer", True),
-        ("lockstep.__main__", "trainer.cli", True),
-        ("trainer.api", "lockstep", False),
-        ("examples.own_task", "trainer.task", False),
-    ],
-)
-def test_arrows_in_the_diagram_are_parsed(module, name, allowed):
-    assert may_import(module, name) == allowed
-
-
 def test_imports_follow_the_arrows():
     broken = [
         f"{found}: {room} may import only {', '.join(sorted(ARROWS[room])) or 'itself'}"

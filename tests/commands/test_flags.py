@@ -76,7 +76,7 @@ WRONG_COMMAND_LINES = [
     ("--eval-every 2 --eval-every-steps 9", ["--eval-every 2 and --eval-every-steps 9: cannot be combined"]),
     ("--device cuda:99", ["--device cuda:99: "]),
     ("--device tpu", ["--device tpu: must be auto, cpu, cuda or cuda:N"]),
-    ("--task nope --lr 0", ["--task nope: must be one of har", "--lr 0: must be above 0"]),
+    ("--task nope --lr 0 --of-the-task 3", ["--task nope: must be one of har", "--lr 0: must be above 0"]),
     ("--batchsize 4 stray", ["--batchsize: no such flag; did you mean --batch-size?", "stray: unexpected argument"]),
     (
         "--multi-gpu ddp --nproc=2",

@@ -61,8 +61,7 @@ def test_a_new_run_starts_with_the_shipped_weights(task, on_cpu, tmp_path):
     out, _ = on_cpu("--task", task, *SMALL, "--max-steps", 1, "--lr", 1e-9, "--save-dir", tmp_path / "new")
     assert "Starting with the weights that come with this task: 6 of the model's 6." in out
     made, tuned = (load(tmp_path / name)["model"] for name in ("made/best.pth", "new/final.pth"))
-    for name, value in made.items():
-        torch.testing.assert_close(tuned[name], value, rtol=0, atol=1e-7)
+    torch.testing.assert_close(tuned, made, rtol=0, atol=1e-7)
     out, _ = on_cpu(
         "--task", task, *SMALL, "--max-steps", 1, "--save-dir", tmp_path / "given", "--init-from",
         tmp_path / "new" / "final.pth",
