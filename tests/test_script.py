@@ -109,8 +109,7 @@ def test_matches_a_bare_loop(train, more, tmp_path):
     settings = {"batch_size": 8, "max_grad_norm": 0, "optimizer": optimizer, **more}
     _, run = fit(tmp_path, train, **settings)
     expected = bare_loop(lambda parameters: optimizer(parameters, lr=0.05))
-    for name, weight in run.load().state_dict().items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(run.load().state_dict(), expected, rtol=1e-12, atol=1e-14)
 
 
 def test_a_result_can_be_copied_and_pickled(tmp_path):
@@ -132,8 +131,7 @@ def test_a_metric_with_a_name_of_the_trainer_is_refused(name, tmp_path):
 def test_an_optimizer_keeps_its_settings(optimizer, tmp_path):
     _, run = fit(tmp_path, batch_size=8, max_grad_norm=0, optimizer=optimizer)
     expected = bare_loop(lambda parameters: optimizer(parameters, lr=0.05))
-    for name, weight in run.load().state_dict().items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(run.load().state_dict(), expected, rtol=1e-12, atol=1e-14)
 
 
 def test_the_model_is_copied(tmp_path):
@@ -160,8 +158,7 @@ def test_gradient_hooks_of_parameters_are_called(tmp_path):
 
     _, run = fit(tmp_path, batch_size=8, max_grad_norm=0, optimizer=torch.optim.SGD, model=hooked())
     expected = bare_loop(lambda parameters: torch.optim.SGD(parameters, lr=0.05), model=hooked())
-    for name, weight in run.load().state_dict().items():
-        torch.testing.assert_close(weight, expected[name], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(run.load().state_dict(), expected, rtol=1e-12, atol=1e-14)
     assert torch.equal(run.load()[0].weight[:2], net()[0].weight[:2])
 
 

@@ -15,6 +15,7 @@ from tasks import TASKS
 from tests.conftest import ROOT, load
 from tests.docs.recipes import recipe
 from tests.helpers.weights import difference
+from tests.loop.test_per_sample import slow_auc
 from trainer import FlagGroup, Objective, SampleKeys, Task
 
 
@@ -85,11 +86,6 @@ def test_several_validation_sets_are_scored(monkeypatch, run_here, tmp_path):
 
 def area_under_curve(scores, labels):
     return slow_auc(scores.tolist(), labels.tolist())
-
-
-def slow_auc(scores, labels):
-    pairs = [(a, b) for a, i in zip(scores, labels, strict=True) for b, j in zip(scores, labels, strict=True) if i > j]
-    return sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs) / len(pairs)
 
 
 def test_mixup_depends_only_on_the_sample():

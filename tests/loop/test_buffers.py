@@ -84,8 +84,7 @@ def test_statistics_cover_all_processes(world_size, whole, command, tmp_path):
     found, expected = load(tmp_path / "final.pth")["model"], BareLoop(world_size, whole).weights()
     assert found.keys() == expected.keys()
     assert found["1.num_batches_tracked"] > 0
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.slow

@@ -38,8 +38,7 @@ def metrics(directory):
 
 def assert_close(one, other, rtol=1e-9):
     assert weights(one).keys() == weights(other).keys()
-    for name, value in weights(one).items():
-        torch.testing.assert_close(weights(other)[name], value, rtol=rtol, atol=1e-11)
+    torch.testing.assert_close(weights(other), weights(one), rtol=rtol, atol=1e-11)
     assert metrics(other) == pytest.approx(metrics(one), rel=1e-9)
 
 

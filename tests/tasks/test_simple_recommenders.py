@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 
 from benchmarks.simple import compared
 from benchmarks.ties import write_shuffled
+from tests.conftest import results_of
 from tests.helpers.small_catalogue import write_catalogue
 from tests.helpers.small_seqrec import write_interactions
 from trainer.checkpoint.file import read_checkpoint
@@ -29,21 +30,17 @@ def argv(request, tmp_path):
     return ["--task", task, "--model", model, "--data-dir", data, *more, "--num-threads", 1]
 
 
-def results(directory):
-    return json.loads((directory / "results.json").read_text())
-
-
 def test_a_fitted_run_is_scored_saved_resumed_and_loaded(argv, run_here, tmp_path):
     run = tmp_path / "run"
     run_here(*argv, "--save-dir", run)
-    assert results(run)["scored"] == "test" and results(run)["step"] == 0
+    assert results_of(run)["scored"] == "test" and results_of(run)["step"] == 0
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events] == ["epoch", "result"]
     assert any(name.startswith("val/") for name in events[0])
     assert "This run is finished" in run_here(*argv, "--save-dir", run).out
     assert "Starting over" in run_here(*argv, "--save-dir", run, "--fresh").out
     shown = run_here("--save-dir", run, "--eval-only", "--num-threads", 1).out
-    for name, value in results(run)["metrics"].items():
+    for name, value in results_of(run)["metrics"].items():
         assert f"{name} {value:.4f}" in shown
     people = tmp_path / "people.csv"
     people.write_text("user\n3\n" if "kgat" in argv else (tmp_path / "data.txt").read_text())
@@ -58,11 +55,11 @@ def test_a_fitted_run_is_scored_saved_resumed_and_loaded(argv, run_here, tmp_pat
 def test_two_processes_score_like_one(argv, run_here, command, tmp_path):
     run_here(*argv, "--save-dir", tmp_path / "one")
     out = command("main_multi_gpu.py", *TWO, *argv, "--save-dir", tmp_path / "two").stdout
-    assert results(tmp_path / "two")["baselines"] == results(tmp_path / "one")["baselines"]
+    assert results_of(tmp_path / "two")["baselines"] == results_of(tmp_path / "one")["baselines"]
     if "sasrec" in argv:
         assert out.count("Simple baselines reach") == 1
         return
-    assert results(tmp_path / "two")["metrics"] == pytest.approx(results(tmp_path / "one")["metrics"], rel=1e-12)
+    assert results_of(tmp_path / "two")["metrics"] == pytest.approx(results_of(tmp_path / "one")["metrics"], rel=1e-12)
     one, two = (read_checkpoint(tmp_path / name / "final.pth", name)["model"] for name in ("one", "two"))
     assert one.keys() == two.keys() and all((one[name] == two[name]).all() for name in one)
 
@@ -126,22 +123,22 @@ def test_a_run_beaten_by_baselines_reports_their_scores(run_here, tmp_path):
     argv = [*WALKS, "--data-dir", data, "--no-mask-seen", "--epochs", 1, "--lr", 1e-6]
     out = run_here(*argv, "--save-dir", tmp_path / "run").out
     assert USE_RULES in out and "val/ndcg@10 1.0000 (rules)" in out
-    found = results(tmp_path / "run")["baselines"]
+    found = results_of(tmp_path / "run")["baselines"]
     assert next(iter(found)) == "rules" and set(found) == {"rules", "itemknn", "ease", "popularity"}
     [command] = re.findall(re.escape(USE_RULES) + "(.*)", out)
     assert "--model rules" in command and "--hidden-units" not in command
     run_here(*shlex.split(command))
-    for name, value in results(tmp_path / "run-rules")["metrics"].items():
+    for name, value in results_of(tmp_path / "run-rules")["metrics"].items():
         assert found["rules"].get(name, value) == pytest.approx(value)
     mean = compared(tmp_path / "run")
-    assert (mean["run"], mean["rules"]) == (pytest.approx(results(tmp_path / "run")["best"]["value"]), 1.0)
+    assert (mean["run"], mean["rules"]) == (pytest.approx(results_of(tmp_path / "run")["best"]["value"]), 1.0)
     [events] = (tmp_path / "run" / "logs" / "rules").iterdir()
     steps = [(e.step, v.tag, v.simple_value) for e in EventFileLoader(str(events)).Load() for v in e.summary.value]
     assert [(step, tag) for step, tag, _ in steps] == [(0, "val/ndcg@10"), (1, "val/ndcg@10")]
     without = run_here(*argv, "--no-baselines", "--save-dir", tmp_path / "without")
-    assert "imple methods" not in without.out and results(tmp_path / "without")["baselines"] == {}
-    same = results(tmp_path / "run")["metrics"]
-    assert results(tmp_path / "without")["metrics"] == same
+    assert "imple methods" not in without.out and results_of(tmp_path / "without")["baselines"] == {}
+    same = results_of(tmp_path / "run")["metrics"]
+    assert results_of(tmp_path / "without")["metrics"] == same
 
 
 def test_a_run_that_beats_the_baselines_gets_no_advice(run_here, tmp_path):
@@ -177,7 +174,7 @@ def test_no_time_and_model_sasrec_name_the_same_run(run_here, tmp_path):
     config = json.loads((run / "config.json").read_text())["config"]
     assert "--no-time" in argv and config["--model"] == "sasrec"
     again = run_here("--config", run / "config.json", "--save-dir", tmp_path / "again")
-    assert results(tmp_path / "again")["metrics"] == results(run)["metrics"] and not again.err
+    assert results_of(tmp_path / "again")["metrics"] == results_of(run)["metrics"] and not again.err
     assert "This run is finished" in run_here(*argv, "--save-dir", run).out
     given = [word for word in argv if word != "--no-time"]
     assert "This run is finished" in run_here(*given, "--model", "sasrec", "--save-dir", run).out

@@ -21,8 +21,8 @@ PRIOR = [*TASK, "--dtype", "float64", "--epochs", 2, *SMALL_PRIOR, *SMALL_MODEL,
 
 
 def assert_close(one, other):
-    for name, value in load(one / "final.pth")["model"].items():
-        torch.testing.assert_close(load(other / "final.pth")["model"][name], value, rtol=1e-9, atol=1e-11)
+    ours, theirs = (load(run / "final.pth")["model"] for run in (other, one))
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
     assert results_of(other)["metrics"] == pytest.approx(results_of(one)["metrics"], rel=1e-9)
 
 
@@ -48,8 +48,7 @@ def test_replicas_equal_one_device(cache_dir, tmp_path):
     argv = [*map(str, PRIOR), "--cache-dir", str(cache_dir / "lockstep")]
     one, test_one = trained(SingleDevice(torch.device("cpu")), tmp_path / "one", *argv)
     many, test_many = trained(ReplicasOnCpu(2), tmp_path / "many", *argv, "--batch-size", "3")
-    for name, value in one["model"].items():
-        torch.testing.assert_close(many["model"][name], value, rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(many["model"], one["model"], rtol=1e-9, atol=1e-11)
     assert test_many == pytest.approx(test_one, rel=1e-9)
 
 
