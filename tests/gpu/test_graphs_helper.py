@@ -85,8 +85,10 @@ def test_a_recomputed_block_draws_the_same_random_numbers():
 
     eager = seeded(lambda: step(False))
     assert all(a.equal(b) for a, b in zip(eager, seeded(lambda: step(True)), strict=True))
+    before = generator.get_state()
     with captured(graph):
         results = step(True)
+    assert generator.get_state().equal(before)  # a capture draws nothing
 
     def replay():
         graph.replay()
