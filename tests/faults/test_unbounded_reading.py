@@ -2,6 +2,7 @@
 
 import gzip
 import os
+import pickle
 import resource
 import shutil
 import threading
@@ -25,7 +26,7 @@ from models.speech.language_model import read_arpa
 from tests.checkpoint.conftest import state_at
 from tests.conftest import TINY, load
 from tests.helpers.archives import tarred, zipped
-from trainer.checkpoint.file import read_checkpoint
+from trainer.checkpoint.file import read_checkpoint, read_settings
 from trainer.common.errors import UserError
 
 MEMORY = 200 << 20
@@ -140,6 +141,59 @@ def test_a_checkpoint_with_two_lists_of_entries_is_refused(tmp_path):
     (tmp_path / "two.pth").write_bytes(bytes(100) + (tmp_path / "stored.pth").read_bytes())
     with pytest.raises(UserError, match="it has bytes in front of its first entry"):
         read_checkpoint(tmp_path / "two.pth", "two.pth")
+
+
+def named(name):
+    return f"c{name.replace(' ', chr(10))}\n".encode()
+
+
+def text(content):
+    return b"X" + len(content).to_bytes(4, "little") + content.encode()
+
+
+def copies(list_of_many, name, again):
+    """Has a list of 8,000 items, which the pickle contains once, copied 3,000 times."""
+    return b"(" + list_of_many + b"q\1" + named(name) + b"q\2" + again * 3000 + b"t"
+
+
+NUMBERS = [b"J" + number.to_bytes(4, "little") for number in range(8000)]
+PAIRS = b"](" + b"".join(number + b"N\x86" for number in NUMBERS) + b"e"
+BOMBS = {
+    "bytearray": named("__builtin__ bytearray") + b"J\0\0\0\x7f\x85R",
+    "nested codecs": named("_codecs encode") * 27
+    + text("x" * 64)
+    + text("utf8")
+    + (b"\x86R" + text("hex")) * 26
+    + b"\x86R",
+    "sets": copies(b"](" + b"".join(NUMBERS) + b"e", "__builtin__ set", b"h\2h\1\x85R"),
+    "dictionaries": copies(PAIRS, "collections OrderedDict", b"h\2h\1\x85R"),
+    "attributes": copies(b"}(" + b"N".join(NUMBERS) + b"Nu", "collections OrderedDict", b"h\2)Rh\1b"),
+    "a list that grows": b"]("
+    + b"]q\1\x85q\2h\1("
+    + b"".join(NUMBERS)
+    + b"e"
+    + (named("__builtin__ set") + b"h\2R") * 999
+    + b"e",
+    "a key of 2**60 parts": b"})" + b"q\1h\1\x86" * 60 + b"Ns",
+    "a key of depth 400,000": b"})" + b"\x85" * 400_000 + b"Ns",
+}
+"""Pickles that take gigabytes or hours to read, or overflow the stack of C."""
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy", "end of a zip behind legacy"])
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_checkpoint_that_grows_when_it_is_read_is_refused(kind, form, little_time_and_memory, tmp_path):
+    pickled, path = b"\x80\2}(" + text("model") + b"}" + text("x") + BOMBS[kind] + b"u.", tmp_path / "x.pth"
+    if form == "zip":
+        path.write_bytes(
+            zipped({"x/data.pkl": pickled, "x/version": b"3\n", "x/byteorder": b"little"}, zipfile.ZIP_STORED)
+        )
+    else:
+        head = b"".join(pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, {}))
+        path.write_bytes(head + pickled + pickle.dumps([], 2) + (zipped({}) if "end" in form else b""))
+    with pytest.raises(UserError, match=r"^x.pth: (refused|is damaged).*; no code in the file was run$"):
+        read_checkpoint(path, "x.pth", only_weights=True)
+    assert read_settings(path) is None
 
 
 def repeated(number):

@@ -6,9 +6,9 @@ import zipfile
 from collections.abc import Mapping
 
 
-def zipped(members: Mapping[str, str | bytes]) -> bytes:
+def zipped(members: Mapping[str, str | bytes], compression: int = zipfile.ZIP_DEFLATED) -> bytes:
     packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(packed, "w", compression) as archive:
         for name, content in members.items():
             archive.writestr(name, content)
     return packed.getvalue()

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import pickle
+import pickletools
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
@@ -36,6 +37,10 @@ FOLDER_ATTRIBUTE = 0x10
 """Bit in a zip member's `external_attr` that marks a folder."""
 MOST_BEYOND = 16 << 20
 """Number of bytes by which loaded tensors may exceed twice their file's size, since they may share memory."""
+_UNBOUNDED = (".bytearray", ".encode", "._rebuild_device_tensor_from_cpu_tensor", "._rebuild_qtensor")
+"""Functions that torch.load may call, although their results can be far larger than their arguments."""
+_DEEPEST, _MOST_COPIED = 1000, 16
+"""Largest depth of a pickle's values, and number of values that a pickle may have copied for each of its bytes."""
 
 
 class NewerFormat(UserError):
@@ -145,7 +150,7 @@ def _refuse_more_than_its_file(state: Any, num_bytes: int) -> None:
             waiting += [*value, *value.values()]
         elif isinstance(value, list | tuple | set):
             waiting += value
-        elif isinstance(value, str | bytes | bytearray):
+        elif isinstance(value, str | bytes):
             num_beyond -= 0 if id(value) in seen else len(value)
             seen.add(id(value))
         if num_parts < 0 or num_beyond < 0:
@@ -206,19 +211,67 @@ def _refuse_changed_bits(path: Path, file: IO[bytes]) -> None:
 
 
 def _refuse_odd_archive(file: IO[bytes]) -> None:
-    """Raises zipfile.BadZipFile for archives that torch.save never writes."""
-    if not zipfile.is_zipfile(file):
-        return  # torch.load reads or rejects other files
-    with zipfile.ZipFile(file) as archive:
-        parts = archive.infolist()
-    if min((part.header_offset for part in parts), default=0) > 0:  # torch may read another list of entries
-        raise zipfile.BadZipFile("it has bytes in front of its first entry")
-    if any(part.filename.endswith("/constants.pkl") for part in parts):
-        raise zipfile.BadZipFile("it is a TorchScript archive")
-    if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
-        raise zipfile.BadZipFile("one of its entries is compressed and could unpack to any size")
-    if any(part.external_attr & FOLDER_ATTRIBUTE for part in parts):
-        raise zipfile.BadZipFile("one of its entries is marked as a folder")  # torch would read it as empty
+    """Raises zipfile.BadZipFile for archives that torch.save never writes, or pickle.UnpicklingError for bombs."""
+    pickles = [file] * 5  # of torch's old format
+    file.seek(0)
+    if file.read(4) == b"PK\3\4" or zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            parts = archive.infolist()
+            if min((part.header_offset for part in parts), default=0) > 0:  # torch may read another list of entries
+                raise zipfile.BadZipFile("it has bytes in front of its first entry")
+            if any(part.filename.endswith("/constants.pkl") for part in parts):
+                raise zipfile.BadZipFile("it is a TorchScript archive")
+            if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
+                raise zipfile.BadZipFile("one of its entries is compressed and could unpack to any size")
+            if any(part.external_attr & FOLDER_ATTRIBUTE for part in parts):
+                raise zipfile.BadZipFile("one of its entries is marked as a folder")  # torch would read it as empty
+            found = [part for part in parts if part.filename.lower().endswith("data.pkl")]  # torch ignores case
+            for part in found:
+                part.CRC = None  # type: ignore[assignment]  # torch can be configured to omit checksums
+            pickles = [BytesIO(archive.read(part)) for part in found] or pickles
+    file.seek(0)
+    for each in pickles:
+        _refuse_bomb(each)
+
+
+def _refuse_bomb(pickled: IO[bytes]) -> None:
+    """Raises pickle.UnpicklingError if reading a pickle could take far more memory or time than its size implies.
+
+    A pickle can name a value many times and have it copied by a function, or hashed as a key, each time. Leaves errors
+    of damaged pickles to torch.
+    """
+    stack: list[Any] = []  # [size, depth, is part of another value] of each value; None for a mark
+    memo: dict[Any, Any] = {}
+    num_copied = 0
+    with suppress(ValueError, LookupError, TypeError):
+        for opcode, argument, position in pickletools.genops(pickled):
+            name, num_taken = opcode.name, len(opcode.stack_before)
+            taken: list[Any] = []
+            if name == "GLOBAL" and str(argument).replace(" ", ".").endswith(_UNBOUNDED):
+                raise pickle.UnpicklingError(f"GLOBAL {argument}")
+            if name.endswith("PUT"):
+                memo[argument] = stack[-1]
+            elif name.endswith("GET"):
+                stack.append(memo[argument])
+            elif name == "MARK":
+                stack.append(None)
+            else:
+                if pickletools.markobject in opcode.stack_before:
+                    num_taken -= 2
+                    while part := stack.pop():
+                        taken.append(part)
+                taken += [stack.pop() for _ in range(num_taken)]
+                length = len(argument) if isinstance(argument, str) else 1
+                made = taken.pop() if name.startswith(("APPEND", "SETITEM", "BUILD")) else [length, 0, False]
+                keys = [key for key in taken[1::2] if key[1]] if name.startswith("SETITEM") else []
+                num_copied += sum(part[0] for part in (taken if name in ("REDUCE", "NEWOBJ", "BUILD") else keys))
+                made[0] = min(made[0] + sum(part[0] for part in taken), 1 << 62)
+                made[1] = max([made[1], *(part[1] + 1 for part in taken)])
+                for part in taken:
+                    part[2] = True
+                if made[2] or made[1] > _DEEPEST or num_copied > _MOST_COPIED * ((position or 0) + 256):
+                    raise pickle.UnpicklingError
+                stack += [made] * len(opcode.stack_after)
 
 
 def write_checkpoint(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -322,6 +375,7 @@ def _comes_back(value: Any) -> bool:
     file = BytesIO()
     try:
         torch.save(value, file)
+        _refuse_odd_archive(file)
         file.seek(0)
         torch.load(file, weights_only=True)
     except Exception:  # a class may raise anything when pickled
