@@ -33,8 +33,8 @@ _BINARY = {
 }
 """Maps a file's first bytes to its format and to the section of docs/formats.md that shows how to convert it."""
 _TEXTS = {
-    r"(?is)\s*(%[^\n]*\s+)*@relation\b": ("ARFF", "arff"),
-    r"(?is)\s*(#[^\n]*\s+)*@problemname\b": ("sktime's .ts", "other-formats"),
+    r"(?i)\s*(%[^\r\n]*[\r\n]\s*)*@relation\b": ("ARFF", "arff"),
+    r"(?i)\s*(#[^\r\n]*[\r\n]\s*)*@problemname\b": ("sktime's .ts", "other-formats"),
     r"(?i)\s*<(\?xml|!doctype|html|\w+>?\s*$)": ("XML or HTML", "other-formats"),
     r"\s*\[\s*([\[{]|$)": ("a JSON array", "json"),
     r"\s*\{\s*$": ("JSON of several lines", "json"),

@@ -283,6 +283,13 @@ def test_other_formats_are_refused_by_name(what, name, tmp_path):
             read()
 
 
+@pytest.mark.parametrize("mark", ["%", "#"])
+def test_a_line_of_many_comment_marks_is_read_at_once(mark, tmp_path):
+    (tmp_path / "t.csv").write_text(f"{mark} " * 100 + "\n1\n")
+    with opened_table(single(tmp_path / "t.csv", "--data-dir"), LeftOut()) as table:
+        assert set(table.header) == {mark}
+
+
 def test_the_right_file_of_training_and_test_archives_is_read(tmp_path):
     path = tmp_path / "titanic.zip"
     members = {"test.csv": "x\n1\n", "train.csv": "x,y\n2,a\n", "gender_submission.csv": "x,y\n3,b\n"}
