@@ -18,6 +18,8 @@ MIN_RATE, MAX_RATE = 1_000, 384_000
 
 FULL_SCALE = 32768
 """Divisor that scales 16-bit samples to [-1, 1)."""
+MOST_SAMPLES = 1 << 31
+"""Largest number of samples in a compressed recording; as 16-bit integers they take 4 GiB."""
 _LOUDEST = 2.0**31
 """Largest accepted absolute value of a sample; some files store 32-bit integers as floats."""
 
@@ -171,7 +173,9 @@ def _decode_by_soundfile(content: bytes, name: str) -> tuple[np.ndarray, int]:
             "install soundfile`, or convert the files to wav"
         ) from None
     try:
-        samples, rate = soundfile.read(io.BytesIO(content), dtype="float32", always_2d=True)
-    except RuntimeError:
+        with soundfile.SoundFile(io.BytesIO(content)) as sound:
+            if len(sound) * sound.channels > MOST_SAMPLES:
+                raise UnreadableAudio(f"claims to have more than {MOST_SAMPLES:,} samples")
+            return sound.read(dtype="float32", always_2d=True), sound.samplerate
+    except (RuntimeError, MemoryError):  # the header of a damaged file may claim any number of samples
         raise UnreadableAudio("is damaged or has an unknown format") from None
-    return samples, rate

@@ -107,6 +107,20 @@ def test_other_formats_without_soundfile_say_what_to_install(name, content):
 
 
 @pytest.mark.skipif(not has_soundfile, reason="needs the package soundfile")
+@pytest.mark.parametrize("claimed", [b"\xff\xff\xff\xff", b"\x10\0\0\0"])
+def test_a_header_that_claims_too_many_samples_is_refused(claimed, monkeypatch):
+    import soundfile
+
+    monkeypatch.setattr("data.speech.audio_files.MOST_SAMPLES", 1 << 27)
+    soundfile.write(buffer := io.BytesIO(), np.zeros(100, np.float32), 16_000, format="FLAC")
+    content = bytearray(buffer.getvalue())
+    assert content[22:26] == (100).to_bytes(4, "big")
+    content[22:26] = claimed
+    with pytest.raises(UnreadableAudio, match="claims to have more than 134,217,728 samples"):
+        decode(bytes(content), "a.flac")
+
+
+@pytest.mark.skipif(not has_soundfile, reason="needs the package soundfile")
 @pytest.mark.parametrize(("form", "subtype"), [("FLAC", "PCM_16"), ("WAV", "ULAW"), ("OGG", None), ("MP3", None)])
 def test_other_formats_are_decoded_by_soundfile(form, subtype):
     import soundfile
