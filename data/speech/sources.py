@@ -2,7 +2,6 @@
 
 import gzip
 import os
-import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -18,6 +17,8 @@ from trainer.common.files import DISK_FULL, read_at_most, read_whole, refusing_d
 
 MOST_SOUND = 4 << 30
 """Largest size of a recording in bytes; a WAV file cannot be larger."""
+MOST_UNPACKED = 100
+"""An archive may unpack to this many times its size, plus MOST_SOUND bytes."""
 ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz")
 _ROOM = "choose a folder with enough space for the unpacked archive"
 MANIFESTS = (".json", ".jsonl")
@@ -88,7 +89,8 @@ def opened(path: Path, cache_dir: Path, left_out: LeftOut) -> Iterator[Source]:
         is_zip = path.name.lower().endswith(".zip")
         with ExitStack() as stack:
             try:
-                names, read = stack.enter_context(_zip(path) if is_zip else _tar(path, cache_dir))
+                most = MOST_SOUND + MOST_UNPACKED * path.stat().st_size
+                names, read = stack.enter_context(_zip(path, most) if is_zip else _tar(path, cache_dir, most))
             except ARCHIVE_ERRORS as error:
                 raise UserError(
                     f"--data-dir {path}: is damaged, or is not an archive ({error}); download it again"
@@ -127,8 +129,9 @@ Archive = tuple[Iterable[str], Callable[[str], bytes]]
 
 
 @contextmanager
-def _zip(path: Path) -> Iterator[Archive]:
+def _zip(path: Path, most: int) -> Iterator[Archive]:
     with ZipArchive(path) as archive:
+        _require_fits(sum(member.file_size for member in archive.infolist()), path, most)
         yield [name for name in archive.namelist() if not name.endswith("/")], lambda name: _member(archive, name)
 
 
@@ -138,16 +141,26 @@ def _member(archive: ZipArchive, name: str) -> bytes:
 
 
 @contextmanager
-def _tar(path: Path, cache_dir: Path) -> Iterator[Archive]:
+def _tar(path: Path, cache_dir: Path, most: int) -> Iterator[Archive]:
     with open(path, "rb") as packed, tempfile.TemporaryFile(dir=cache_dir) as unpacked:
         # unpacked, since seeking backwards in a compressed tar decompresses the tar from its beginning
         if is_packed := not path.name.lower().endswith(".tar"):
             with refusing_disk_errors(f"--cache-dir {cache_dir}", _ROOM, DISK_FULL), gzip.open(packed) as content:
-                shutil.copyfileobj(content, unpacked, 1 << 20)
+                while part := content.read(1 << 20):
+                    _require_fits(unpacked.tell() + len(part), path, most)
+                    unpacked.write(part)
             unpacked.seek(0)
         with tarfile.open(fileobj=unpacked if is_packed else packed, mode="r:", tarinfo=BoundedHeader) as archive:
             members = {member.name.removeprefix("./"): member for member in archive if member.isfile()}
             yield members, lambda name: _content(archive, members[name])
+
+
+def _require_fits(num_bytes: int, path: Path, most: int) -> None:
+    if num_bytes > most:
+        raise UserError(
+            f"--data-dir {path}: unpacks to more than {most:,} bytes, {MOST_UNPACKED} times its size, which is "
+            "implausible for recordings; unpack it, and give the folder"
+        )
 
 
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:

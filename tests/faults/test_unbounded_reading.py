@@ -310,6 +310,15 @@ def test_sound_in_an_archive_that_unpacks_to_too_much_is_refused(monkeypatch, tm
             load_corpus(tmp_path / name, tmp_path, reading=Reading(on_bad="refuse"))
 
 
+@pytest.mark.parametrize("name", ["x.zip", "x.tar.gz"])
+def test_an_archive_of_sound_that_unpacks_to_too_much_in_total_is_refused(name, monkeypatch, tmp_path):
+    monkeypatch.setattr(data.speech.sources, "MOST_SOUND", 1 << 20)
+    pack = zipped if name == "x.zip" else tarred
+    (tmp_path / name).write_bytes(pack({f"{number}.wav": bytes(1 << 20) for number in range(8)}))
+    with pytest.raises(UserError, match=rf"{name}: unpacks to more than [12],\d+,\d+ bytes, 100 times its size"):
+        load_corpus(tmp_path / name, tmp_path, reading=Reading(on_bad="refuse"))
+
+
 def test_an_alphabet_file_that_is_too_large_is_refused(tmp_path):
     with (tmp_path / "alphabet").open("wb") as file:
         file.truncate(3 << 30)
