@@ -2,7 +2,6 @@
 
 import fcntl
 import secrets
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from http.client import HTTPException
@@ -13,7 +12,7 @@ from urllib.parse import urlsplit
 from urllib.request import BaseHandler, Request, build_opener
 
 from trainer.common.errors import UserError
-from trainer.common.files import flush_path, has_locked
+from trainer.common.files import MOST_WHOLE, flush_path, has_locked
 
 Verify = Callable[[Path], object]
 Progress = Callable[[str, int | None, IO[bytes]], AbstractContextManager[Any]]
@@ -65,7 +64,10 @@ def _receive(address: str, path: Path, progress: Progress) -> None:
     request = Request(address, headers={"User-Agent": "lockstep"})
     with build_opener(HttpsOnly).open(request, timeout=30.0) as response, path.open("wb") as file:
         with progress(address, response.length, file) as shown:
-            shutil.copyfileobj(response, shown)
+            while part := response.read(1 << 16):
+                shown.write(part)
+                if file.tell() > MOST_WHOLE:
+                    raise ConnectionError(f"sends more than {MOST_WHOLE:,} bytes")
         if response.length:
             raise ConnectionError(f"the connection ended {response.length} bytes too early")
 

@@ -104,6 +104,15 @@ def test_a_broken_download_leaves_nothing(server, target, chunked, reason) -> No
     assert_only(target)
 
 
+@pytest.mark.parametrize("says_length", [True, False])
+def test_a_download_that_is_too_large_is_refused(server, target, says_length, monkeypatch) -> None:
+    monkeypatch.setattr("data.har.download.MOST_WHOLE", len(server.content) - 1)
+    server.says_length = says_length
+    with pytest.raises(UserError, match=r"sends more than [0-9,]+ bytes"):
+        get(target, server.address())
+    assert_nothing_left(target)
+
+
 def test_an_interrupted_download_leaves_nothing(server, target) -> None:
     @contextmanager
     def interrupt(address: str, num_bytes: int | None, file: IO[bytes]):
