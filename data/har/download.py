@@ -30,7 +30,7 @@ def fetch(addresses: Sequence[str], target: Path, verify: Verify, progress: Prog
     lock, partial = (target.with_name(f"{target.name}.{suffix}") for suffix in ("lock", "partial"))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with open(lock, "w") as held:
+        with open(lock, "a") as held:  # does not empty the target of a link
             if not has_locked(fcntl.flock, held, fcntl.LOCK_EX):  # another process may download to this name
                 partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")
             try:
@@ -62,7 +62,8 @@ def _fetch_from_any(addresses: Sequence[str], file: Path, verify: Verify, progre
 
 def _receive(address: str, path: Path, progress: Progress) -> None:
     request = Request(address, headers={"User-Agent": "lockstep"})
-    with build_opener(HttpsOnly).open(request, timeout=30.0) as response, path.open("wb") as file:
+    path.unlink(missing_ok=True)  # of a killed download, or a link that another user left in a shared folder
+    with build_opener(HttpsOnly).open(request, timeout=30.0) as response, path.open("xb") as file:
         with progress(address, response.length, file) as shown:
             while part := response.read(1 << 16):
                 shown.write(part)

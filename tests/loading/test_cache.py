@@ -94,6 +94,14 @@ def test_an_error_of_a_build_is_raised_and_the_build_can_be_repeated(tmp_path) -
     assert cached_arrays(tmp_path, "key", small)["y"].tolist() == [0, 1, 2]
 
 
+def test_a_link_at_the_name_of_the_lock_does_no_harm(tmp_path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "key.lock").symlink_to(tmp_path / "victim")
+    cached_arrays(tmp_path / "cache", "key", small)
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
 def test_a_folder_that_cannot_be_created_is_named(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--cache-dir .*file"):

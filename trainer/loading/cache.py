@@ -41,7 +41,7 @@ def cached_arrays(cache_dir: Path, key: str, build: Callable[[], Arrays]) -> Arr
     if not _is_complete(entry):
         with refusing_disk_errors(flag, advice):
             cache_dir.mkdir(parents=True, exist_ok=True)
-            lock = open(cache_dir / f"{key}.lock", "w")  # noqa: SIM115 (closed below)
+            lock = open(cache_dir / f"{key}.lock", "a")  # noqa: SIM115 (closed below; does not empty a link's target)
             has_locked(fcntl.flock, lock, fcntl.LOCK_EX)
             # Creating this folder also makes NFS look up the entry again, which another machine may just have stored.
             partial = cache_dir / f"{key}.{secrets.token_hex(4)}.partial"

@@ -113,6 +113,16 @@ def test_a_download_that_is_too_large_is_refused(server, target, says_length, mo
     assert_nothing_left(target)
 
 
+def test_links_at_the_names_of_temporary_files_are_not_followed(server, target, tmp_path) -> None:
+    victims = [tmp_path / "first", tmp_path / "second"]
+    for victim, suffix in zip(victims, ("lock", "partial"), strict=True):
+        victim.write_text("precious")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.with_name(f"{target.name}.{suffix}").symlink_to(victim)
+    get(target, server.address())
+    assert [victim.read_text() for victim in victims] == ["precious"] * 2
+
+
 def test_an_interrupted_download_leaves_nothing(server, target) -> None:
     @contextmanager
     def interrupt(address: str, num_bytes: int | None, file: IO[bytes]):
