@@ -21,7 +21,7 @@ class Hoarder(torch.optim.SGD):
                 kept |= {
                     "last": deque([1.0], maxlen=3), "array": np.ones(p.shape), "number": np.float32(0.1),
                     "seen": defaultdict(list), "order": OrderedDict(b=1, a=2), "count": Counter("ab"),
-                    "names": {"x", "yz"}, "frozen": frozenset({1}), "mode": "slow",
+                    "names": {"x", "yz"}, "frozen": frozenset({1}), "mode": "slow", "bytes": b"abc",
                     "both": (1, "two", None), "unset": float("nan"), "unset_tensor": torch.tensor(float("nan")),
                     "step": -1, "history": [torch.ones_like(p), (torch.zeros(1),)], "size": torch.Size([1, 2]),
                     "mapping": {"deeper": deque(["x"])}, "large": 10**40,

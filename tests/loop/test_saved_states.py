@@ -91,7 +91,7 @@ UNREADABLE = {
     "a decimal": (lambda: decimal.Decimal(1), "is of type decimal.Decimal"),
     "a path in a list": (lambda: [0, {"at": pathlib.Path("x")}], "is of type pathlib."),
     "a compressed matrix": (lambda: torch.eye(3).to_sparse_csr(), "is a sparse tensor (torch.sparse_csr)"),
-    "bytes": (lambda: b"abc", "is of type builtins.bytes"),
+    "a bytearray": (lambda: bytearray(b"abc"), "is of type builtins.bytearray"),
     "an array of texts": (lambda: np.array(["x"]), "is of type numpy.ndarray"),
 }
 

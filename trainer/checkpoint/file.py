@@ -3,7 +3,6 @@
 import hashlib
 import os
 import pickle
-import pickletools
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
@@ -37,10 +36,8 @@ FOLDER_ATTRIBUTE = 0x10
 """Bit in a zip member's `external_attr` that marks a folder."""
 MOST_BEYOND = 16 << 20
 """Number of bytes by which loaded tensors may exceed twice their file's size, since they may share memory."""
-_UNBOUNDED = (".bytearray", ".encode", "._rebuild_device_tensor_from_cpu_tensor", "._rebuild_qtensor")
-"""Functions that torch.load may call, although their results can be far larger than their arguments."""
-_DEEPEST, _MOST_COPIED = 1000, 16
-"""Largest depth of a pickle's values, and number of values that a pickle may have copied for each of its bytes."""
+_UNBOUNDED = (b"bytearray\n", b"_rebuild_device_tensor_from_cpu_tensor\n")
+"""Functions, as pickles name them, that torch.load may call with any number of bytes or elements to allocate."""
 
 
 class NewerFormat(UserError):
@@ -211,67 +208,33 @@ def _refuse_changed_bits(path: Path, file: IO[bytes]) -> None:
 
 
 def _refuse_odd_archive(file: IO[bytes]) -> None:
-    """Raises zipfile.BadZipFile for archives that torch.save never writes, or pickle.UnpicklingError for bombs."""
-    pickles = [file] * 5  # of torch's old format
+    """Raises zipfile.BadZipFile for archives that torch.save never writes, UnpicklingError for `_UNBOUNDED`."""
     file.seek(0)
-    if file.read(4) == b"PK\3\4" or zipfile.is_zipfile(file):
-        with zipfile.ZipFile(file) as archive:
-            parts = archive.infolist()
-            if min((part.header_offset for part in parts), default=0) > 0:  # torch may read another list of entries
-                raise zipfile.BadZipFile("it has bytes in front of its first entry")
-            if any(part.filename.endswith("/constants.pkl") for part in parts):
-                raise zipfile.BadZipFile("it is a TorchScript archive")
-            if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
-                raise zipfile.BadZipFile("one of its entries is compressed and could unpack to any size")
-            if any(part.external_attr & FOLDER_ATTRIBUTE for part in parts):
-                raise zipfile.BadZipFile("one of its entries is marked as a folder")  # torch would read it as empty
-            found = [part for part in parts if part.filename.lower().endswith("data.pkl")]  # torch ignores case
-            for part in found:
+    start = file.read(MOST_BEYOND)
+    if not start.startswith(b"PK\3\4"):
+        _refuse_unbounded(start)  # torch would read this file as its old format, even if it ends like an archive
+        if not zipfile.is_zipfile(file):
+            return
+    with zipfile.ZipFile(file) as archive:
+        parts = archive.infolist()
+        for part in parts:
+            if part.filename.lower().endswith("data.pkl"):  # torch ignores case
                 part.CRC = None  # type: ignore[assignment]  # torch can be configured to omit checksums
-            pickles = [BytesIO(archive.read(part)) for part in found] or pickles
-    file.seek(0)
-    for each in pickles:
-        _refuse_bomb(each)
+                _refuse_unbounded(archive.read(part))
+    if min((part.header_offset for part in parts), default=0) > 0:  # torch may read another list of entries
+        raise zipfile.BadZipFile("it has bytes in front of its first entry")
+    if any(part.filename.endswith("/constants.pkl") for part in parts):
+        raise zipfile.BadZipFile("it is a TorchScript archive")
+    if any(part.compress_type != zipfile.ZIP_STORED for part in parts):
+        raise zipfile.BadZipFile("one of its entries is compressed and could unpack to any size")
+    if any(part.external_attr & FOLDER_ATTRIBUTE for part in parts):
+        raise zipfile.BadZipFile("one of its entries is marked as a folder")  # torch would read it as empty
 
 
-def _refuse_bomb(pickled: IO[bytes]) -> None:
-    """Raises pickle.UnpicklingError if reading a pickle could take far more memory or time than its size implies.
-
-    A pickle can name a value many times and have it copied by a function, or hashed as a key, each time. Leaves errors
-    of damaged pickles to torch.
-    """
-    stack: list[Any] = []  # [size, depth, is part of another value] of each value; None for a mark
-    memo: dict[Any, Any] = {}
-    num_copied = 0
-    with suppress(ValueError, LookupError, TypeError):
-        for opcode, argument, position in pickletools.genops(pickled):
-            name, num_taken = opcode.name, len(opcode.stack_before)
-            taken: list[Any] = []
-            if name == "GLOBAL" and str(argument).replace(" ", ".").endswith(_UNBOUNDED):
-                raise pickle.UnpicklingError(f"GLOBAL {argument}")
-            if name.endswith("PUT"):
-                memo[argument] = stack[-1]
-            elif name.endswith("GET"):
-                stack.append(memo[argument])
-            elif name == "MARK":
-                stack.append(None)
-            else:
-                if pickletools.markobject in opcode.stack_before:
-                    num_taken -= 2
-                    while part := stack.pop():
-                        taken.append(part)
-                taken += [stack.pop() for _ in range(num_taken)]
-                length = len(argument) if isinstance(argument, str) else 1
-                made = taken.pop() if name.startswith(("APPEND", "SETITEM", "BUILD")) else [length, 0, False]
-                keys = [key for key in taken[1::2] if key[1]] if name.startswith("SETITEM") else []
-                num_copied += sum(part[0] for part in (taken if name in ("REDUCE", "NEWOBJ", "BUILD") else keys))
-                made[0] = min(made[0] + sum(part[0] for part in taken), 1 << 62)
-                made[1] = max([made[1], *(part[1] + 1 for part in taken)])
-                for part in taken:
-                    part[2] = True
-                if made[2] or made[1] > _DEEPEST or num_copied > _MOST_COPIED * ((position or 0) + 256):
-                    raise pickle.UnpicklingError
-                stack += [made] * len(opcode.stack_after)
+def _refuse_unbounded(pickled: bytes) -> None:
+    for name in _UNBOUNDED:
+        if name in pickled:
+            raise pickle.UnpicklingError(f"GLOBAL {name.decode()}")
 
 
 def write_checkpoint(state: Mapping[str, Any], path: Path) -> dict[str, Any]:
