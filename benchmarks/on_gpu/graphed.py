@@ -115,8 +115,8 @@ def bits(setting: Setting, report: Report, name: str) -> None:
 
 
 def compare(setting: Setting, report: Report, name: str, flags: Sequence[object]) -> None:
-    launched = run(setting, f"{name}, launched", *flags, *OFF)
-    judge(setting, report, name, partial(graphed, setting, f"{name}, recorded", flags), launched)
+    eager = run(setting, f"{name}, eager", *flags, *OFF)
+    judge(setting, report, name, partial(graphed, setting, f"{name}, graphed", flags), eager)
 
 
 def graphed(setting: Setting, name: str, flags: Sequence[object]) -> Path:
@@ -126,23 +126,23 @@ def graphed(setting: Setting, name: str, flags: Sequence[object]) -> Path:
 
 def resume(setting: Setting, report: Report, name: str) -> None:
     """Checks runs that switch between eager steps and graphs when they resume within an epoch."""
-    launched = run(setting, f"{name}, launched", *RESUMED, *OFF)
+    eager = run(setting, f"{name}, eager", *RESUMED, *OFF)
 
     def there_and_back() -> Path:
-        start = ["--resume-from", checkpoint_of_step(launched, 10)]
-        recorded = graphed(setting, f"{name}, recorded", [*RESUMED, *start])
-        return run(setting, f"{name}, back", *RESUMED, *OFF, "--resume-from", checkpoint_of_step(recorded, 20))
+        start = ["--resume-from", checkpoint_of_step(eager, 10)]
+        replayed = graphed(setting, f"{name}, graphed", [*RESUMED, *start])
+        return run(setting, f"{name}, back", *RESUMED, *OFF, "--resume-from", checkpoint_of_step(replayed, 20))
 
-    judge(setting, report, name, there_and_back, launched)
+    judge(setting, report, name, there_and_back, eager)
 
 
-def judge(setting: Setting, report: Report, name: str, with_graphs: Callable[[], Path], launched: Path) -> None:
+def judge(setting: Setting, report: Report, name: str, with_graphs: Callable[[], Path], eager: Path) -> None:
     """Checks that a run with graphs ends with the same checkpoint as a run without graphs."""
     with graphs_watched() as found:
-        different = unlike(last(with_graphs()), last(launched))
+        different = unlike(last(with_graphs()), last(eager))
     value = {
-        "differs first": different[0] if different else None, "recordings": found.num_recorded,
+        "differs first": different[0] if different else None, "captures": found.num_captured,
         "replays": len(found.replayed), "lines": found.lines,
     }  # fmt: skip
-    is_recorded = not setting.is_gpu or (bool(found.replayed) and not found.lines)
-    report.check(name, not different and is_recorded, value)
+    is_graphed = not setting.is_gpu or (bool(found.replayed) and not found.lines)
+    report.check(name, not different and is_graphed, value)

@@ -138,7 +138,7 @@ def measured_steps(setting: Setting, num_steps: int, num_settling_steps: int, *f
 class Graphs:
     """CUDA graphs of this process: number of captures, the replayed graphs, and the run's log lines about graphs."""
 
-    num_recorded: int = 0
+    num_captured: int = 0
     replayed: list[torch.cuda.CUDAGraph] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
@@ -149,16 +149,16 @@ def graphs_watched() -> Iterator[Graphs]:
     found, kind, printed = Graphs(), torch.cuda.CUDAGraph, io.StringIO()
     capture_end, replay = kind.capture_end, kind.replay
 
-    def recorded(graph: torch.cuda.CUDAGraph) -> None:
+    def captured(graph: torch.cuda.CUDAGraph) -> None:
         capture_end(graph)
-        found.num_recorded += 1
+        found.num_captured += 1
 
     def replayed(graph: torch.cuda.CUDAGraph) -> None:
         found.replayed.append(graph)
         replay(graph)
 
     try:
-        with patch.multiple(kind, capture_end=recorded, replay=replayed), redirect_stdout(printed):
+        with patch.multiple(kind, capture_end=captured, replay=replayed), redirect_stdout(printed):
             yield found
     finally:
         print(printed.getvalue(), flush=True)

@@ -69,11 +69,11 @@ def compare_in_parts(setting: Setting, report: Report, name: str, flags: list[ob
 
 def compare_graphs(setting: Setting, report: Report, name: str, flags: list[object]) -> None:
     more = ["--dtype", "float32", "--deterministic", "--max-steps", 24, "--global-batch-size", 16]
-    (launched, _), (recorded, said) = (
+    (eager, _), (graphed, said) = (
         run_several(setting, f"{name}, graphs {graphs}", *flags, *more, "--cuda-graphs", graphs)
         for graphs in ("off", "on")
     )
-    different = unlike(last(recorded), last(launched))
+    different = unlike(last(graphed), last(eager))
     lines = [line for line in said.splitlines() if "CUDA graphs: " in line]
     report.check(f"{name}, graphs", not different and not lines, {"differs": different[:1], "lines": lines})
 

@@ -10,9 +10,9 @@ from tests.gpu.test_ranks import run_on_ranks
 from tests.gpu.test_training import HELPERS, POISONED
 from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 from trainer.loop import blocks, graphs
+from trainer.loop.capture import GraphPool, Packed
 from trainer.loop.graphs import GraphedLearner
 from trainer.loop.memory import free_memory
-from trainer.loop.recording import Packed, Recorder
 
 GRAPHS = ["--cuda-graphs", "on"]
 PIECES = [
@@ -23,7 +23,7 @@ LONGER = [*TINY, "--epochs", 3]
 
 
 def own(name):
-    return ["--task", f"{HELPERS / 'recorded_task.py'}:{name}", "--epochs", 6]
+    return ["--task", f"{HELPERS / 'captured_task.py'}:{name}", "--epochs", 6]
 
 
 SETTINGS = {
@@ -48,14 +48,14 @@ SETTINGS = {
     ],
     "weights changed after a step": own("AfterStep"),
     "a batch that the forward changes": [*own("Changing"), "--batch-size", 3, "--global-batch-size", 8],
-    "what changes by epoch": ["--task", f"{HELPERS / 'recorded_task.py'}:ChangingByEpoch", "--epochs", 4],
+    "what changes by epoch": ["--task", f"{HELPERS / 'captured_task.py'}:ChangingByEpoch", "--epochs", 4],
 }  # fmt: skip
 
 
 def learns_the_same(tmp_path, cache_dir, *argv, **options):
-    for name, more in (("launched", []), ("recorded", GRAPHS)):
+    for name, more in (("eager", []), ("graphed", GRAPHS)):
         run(cache_dir, *argv, "--device", "cuda", "--deterministic", "--save-dir", tmp_path / name, *more, **options)
-    assert_same_bits(*(load(tmp_path / name / "last.pth") for name in ("launched", "recorded")))
+    assert_same_bits(*(load(tmp_path / name / "last.pth") for name in ("eager", "graphed")))
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
@@ -80,13 +80,13 @@ def test_a_tasks_optimizer_runs_eagerly(tmp_path, cache_dir):
     """The optimizer makes the host wait. The second run detects this only when it captures the update."""
     learns_the_same(tmp_path / "known", cache_dir, *own("OwnOptimizer"))
     num_replays = GPUS.num_replays
-    graphs.can_be_recorded = lambda optimizer: True
+    graphs.can_be_captured = lambda optimizer: True
     learns_the_same(tmp_path / "unknown", cache_dir, *own("OwnOptimizer"))
     assert GPUS.num_replays > num_replays + 5 > 10
-    launched = "CUDA graphs: updates run without a graph: "
+    opening = "CUDA graphs: updates run without a graph: "
     first, second = told()
-    assert first == f"{launched}RMSprop is not a fused Adam, AdamW or SGD without hooks."
-    assert "operation not permitted when stream is capturing (precision.py, line" in second.removeprefix(launched)
+    assert first == f"{opening}RMSprop is not a fused Adam, AdamW or SGD without hooks."
+    assert "operation not permitted when stream is capturing (precision.py, line" in second.removeprefix(opening)
 
 
 OBSTACLES = {
@@ -95,13 +95,13 @@ OBSTACLES = {
     "CountingTask": "forward passes change model.calls",
     "HookedTask": "hooks of model.first would not be called",
     "HookedLater": "hooks of model.first would not be called",
-    "WaitingTask": "called a synchronizing CUDA operation (recorded_task.py, line",
+    "WaitingTask": "called a synchronizing CUDA operation (captured_task.py, line",
     "KeepingTask": "forward passes change model.kept",
     "Annealed": "a step replaces factor, but a graph would keep its old value",
-    "RefusingTask": "nobody looks on (recorded_task.py, line",
+    "RefusingTask": "nobody looks on (captured_task.py, line",
     "OwnRows": "gradients of sparse embeddings change size in every step",
     "PinningTask": "the captured code copies a tensor of shape (2,) from pinned memory, which may be reused",
-    "FromHostTask": "operation not permitted when stream is capturing (recorded_task.py, line",
+    "FromHostTask": "operation not permitted when stream is capturing (captured_task.py, line",
 }
 
 
@@ -125,7 +125,7 @@ def told():
 
 @on_simulated_gpus()
 def test_a_number_frozen_by_a_capture_is_detected(tmp_path, cache_dir):
-    run(cache_dir, "--task", f"{HELPERS / 'recorded_task.py'}:CountingElsewhereTask", "--device", "cuda", *GRAPHS,
+    run(cache_dir, "--task", f"{HELPERS / 'captured_task.py'}:CountingElsewhereTask", "--device", "cuda", *GRAPHS,
         "--save-dir", tmp_path)  # fmt: skip
     (line,) = told()
     assert "run without a graph: replays of a graph did not reproduce the gradient of model." in line
@@ -134,13 +134,13 @@ def test_a_number_frozen_by_a_capture_is_detected(tmp_path, cache_dir):
 @on_simulated_gpus()
 def test_each_epoch_starts_with_one_comparison(tmp_path, cache_dir):
     """Each graph is compared at its capture and once in the next epoch; later epochs compare only the first replay."""
-    launched_and_compared, compared = GraphedLearner._launched_and_compared, []
+    accumulate_and_compare, compared = GraphedLearner._accumulate_and_compare, []
 
     def noted(self, key, *rest):
         compared.append((self._progress.position.epoch, key[2][0]))
-        return launched_and_compared(self, key, *rest)
+        return accumulate_and_compare(self, key, *rest)
 
-    GraphedLearner._launched_and_compared = noted
+    GraphedLearner._accumulate_and_compare = noted
     more = ["--batch-size", 3, "--grad-accum-steps", 2, "--epochs", 5, "--eval-every-steps", 3]
     learns_the_same(tmp_path, cache_dir, *TINY, *more)
     both = [False, True]  # whether earlier micro-batches of the step have left gradients
@@ -149,14 +149,14 @@ def test_each_epoch_starts_with_one_comparison(tmp_path, cache_dir):
 
 @on_simulated_gpus()
 def test_python_state_changed_between_epochs_is_detected_at_the_epochs_start(tmp_path, cache_dir):
-    learns_the_same(tmp_path, cache_dir, "--task", f"{HELPERS / 'recorded_task.py'}:ChangingElsewhere", "--epochs", 6)
+    learns_the_same(tmp_path, cache_dir, "--task", f"{HELPERS / 'captured_task.py'}:ChangingElsewhere", "--epochs", 6)
     (line,) = told()
     assert "run without a graph: replays of a graph did not reproduce" in line and GPUS.num_replays > 5
 
 
 @on_simulated_gpus()
 def test_a_tensor_kept_outside_the_graph_is_detected(tmp_path, cache_dir):
-    run(cache_dir, "--task", f"{HELPERS / 'recorded_task.py'}:KeepingElsewhereTask", "--device", "cuda", *GRAPHS,
+    run(cache_dir, "--task", f"{HELPERS / 'captured_task.py'}:KeepingElsewhereTask", "--device", "cuda", *GRAPHS,
         "--save-dir", tmp_path)  # fmt: skip
     lines = [line for line in told() if "the captured code keeps a tensor of shape (8, 8)" in line]
     assert len(lines) == 2 and GPUS.num_replays == 0  # one about steps, one about evaluations
@@ -180,30 +180,30 @@ def test_evaluations_are_captured(tmp_path, cache_dir):
     """The task outputs sums and per-sample values, and evaluates averaged weights."""
     task = ["--task", f"{HELPERS / 'scored_task.py'}:Scored", "--eval-batch-size", 2, "--ema-decay", 0.9]
     learns_the_same(tmp_path, cache_dir, *task, "--epochs", 2)
-    assert results(tmp_path / "launched") == results(tmp_path / "recorded")
+    assert results(tmp_path / "eager") == results(tmp_path / "graphed")
     before = GPUS.num_replays
-    run(cache_dir, *task, "--device", "cuda", "--eval-only", "--save-dir", tmp_path / "recorded", *GRAPHS)
+    run(cache_dir, *task, "--device", "cuda", "--eval-only", "--save-dir", tmp_path / "graphed", *GRAPHS)
     assert GPUS.num_replays > before
 
 
 @on_simulated_gpus(2)
 def test_ranks_train_bit_identically(tmp_path, cache_dir):
-    for name, more in (("launched", []), ("recorded", GRAPHS)):
+    for name, more in (("eager", []), ("graphed", GRAPHS)):
         (tmp_path / name).mkdir()
         run_on_ranks(tmp_path / name, cache_dir, *PIECES, "--num-threads", 1, *more)
-    assert_same_bits(*(load(tmp_path / name / "ranks" / "last.pth") for name in ("launched", "recorded")))
+    assert_same_bits(*(load(tmp_path / name / "ranks" / "last.pth") for name in ("eager", "graphed")))
 
 
 @on_simulated_gpus(2)
 def test_a_rank_that_alone_runs_eagerly_is_named(tmp_path, cache_dir):
-    recorded = GraphedLearner._recorded
+    capture = GraphedLearner._capture
 
     def failing(self, *arguments):
         if self.strategy.group.rank == 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return recorded(self, *arguments)
+        return capture(self, *arguments)
 
-    GraphedLearner._recorded = failing
+    GraphedLearner._capture = failing
     run_on_ranks(tmp_path, cache_dir, *LONGER, *GRAPHS)
     assert told() == ["Rank 1: CUDA graphs: steps run without a graph: no memory for a graph."]
 
@@ -240,16 +240,16 @@ def test_out_of_memory_drops_graphs_first(name, tmp_path, cache_dir):
 def test_a_rank_out_of_memory_continues_alone(tmp_path, cache_dir):
     lack_memory_in("step")
     argv = [*LONGER, *POISONED, "--on-nonfinite", "skip", "--batch-norm", "--batch-size", 4, "--global-batch-size", 8]
-    for name, more in (("launched", []), ("recorded", GRAPHS)):
+    for name, more in (("eager", []), ("graphed", GRAPHS)):
         (tmp_path / name).mkdir()
         run_on_ranks(tmp_path / name, cache_dir, *argv, *more)
     assert GPUS.printed().count("Rank 1: Out of memory: continuing without CUDA graphs.") == 1
-    assert_same_bits(*(load(tmp_path / name / "ranks" / "last.pth") for name in ("launched", "recorded")))
+    assert_same_bits(*(load(tmp_path / name / "ranks" / "last.pth") for name in ("eager", "graphed")))
 
 
 @on_simulated_gpus()
 def test_a_capture_that_raises_frees_its_memory():
-    recorder = Recorder(torch.device("cuda", 0))
+    pool = GraphPool(torch.device("cuda", 0))
     torch.ones(1, device="cuda")
     before = GPUS.memory_in_use()
 
@@ -258,7 +258,7 @@ def test_a_capture_that_raises_frees_its_memory():
         raise ValueError("ends here")
 
     with pytest.raises(ValueError, match="ends here") as raised:
-        recorder.record(work)
+        pool.capture(work)
     del raised
     free_memory()
     assert GPUS.memory_in_use() == before
@@ -267,7 +267,7 @@ def test_a_capture_that_raises_frees_its_memory():
 @pytest.mark.slow
 @on_simulated_gpus(may_wait=True)
 def test_out_of_memory_in_a_capture_leaves_no_trace(tmp_path, cache_dir):
-    for method in ("_moment", "_recorded", "_named", "_recorded_update"):
+    for method in ("_snapshot", "_capture", "_named", "_capture_update"):
         function = getattr(GraphedLearner, method)
 
         def lacking(*args, function=function):

@@ -15,9 +15,9 @@ from tests.gpu.test_ranks import run_on_ranks
 from tests.gpu.test_training import POISONED
 from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 from trainer.loop import progress
+from trainer.loop.capture import GraphPool
 from trainer.loop.graphs import GraphedLearner
 from trainer.loop.progress import Progress
-from trainer.loop.recording import Recorder
 
 CUDA = ["--device", "cuda", "--deterministic", "--ema-decay", 0.9]
 
@@ -25,20 +25,20 @@ CUDA = ["--device", "cuda", "--deterministic", "--ema-decay", 0.9]
 @on_simulated_gpus()
 def test_graphs_of_several_seeds_train_bit_identically(tmp_path, cache_dir):
     """Each seed has its own process, which is forked here so that it has simulated GPUs."""
-    record, get_context, note = Recorder.record, multiprocessing.get_context, tmp_path / "note"
+    capture, get_context, note = GraphPool.capture, multiprocessing.get_context, tmp_path / "note"
 
     def noted(self, function):
         with note.open("a") as file:
             file.write(f"{os.getpid()}\n")
-        return record(self, function)
+        return capture(self, function)
 
-    Recorder.record = noted
+    GraphPool.capture = noted
     multiprocessing.get_context = lambda method=None: get_context("fork")
-    run(cache_dir, *LONGER, *CUDA, *GRAPHS, "--seeds", 2, "--save-dir", tmp_path / "recorded")
+    run(cache_dir, *LONGER, *CUDA, *GRAPHS, "--seeds", 2, "--save-dir", tmp_path / "graphed")
     assert len(set(note.read_text().split()) - {str(os.getpid())}) == 2
     for seed in (0, 1):
         run(cache_dir, *LONGER, *CUDA, "--seed", seed, "--save-dir", tmp_path / f"{seed}")
-        assert_same_bits(load(tmp_path / f"{seed}" / "last.pth"), load(tmp_path / f"recorded/seed-{seed}/last.pth"))
+        assert_same_bits(load(tmp_path / f"{seed}" / "last.pth"), load(tmp_path / f"graphed/seed-{seed}/last.pth"))
 
 
 @on_simulated_gpus()
@@ -51,14 +51,14 @@ def test_a_run_pauses_at_its_time_limit_and_resumes(tmp_path, cache_dir):
         clock.now += 60
 
     Progress.advance, progress.time = advance_and_tick, SimpleNamespace(monotonic=lambda: clock.now)
-    run(cache_dir, *LONGER, *CUDA, "--save-dir", tmp_path / "launched")
+    run(cache_dir, *LONGER, *CUDA, "--save-dir", tmp_path / "eager")
     steps = []
     for minutes in (4, 7, 20):
-        run(cache_dir, *LONGER, *CUDA, *GRAPHS, "--max-minutes", minutes, "--save-dir", tmp_path / "recorded")
-        steps.append(load(tmp_path / "recorded" / "last.pth")["step"])
+        run(cache_dir, *LONGER, *CUDA, *GRAPHS, "--max-minutes", minutes, "--save-dir", tmp_path / "graphed")
+        steps.append(load(tmp_path / "graphed" / "last.pth")["step"])
     assert steps == [5, 8, 9]
     assert GPUS.num_replays > 5
-    states = [load(tmp_path / name / "last.pth") for name in ("launched", "recorded")]
+    states = [load(tmp_path / name / "last.pth") for name in ("eager", "graphed")]
     assert_same_bits(*({name: state[name] for name in ("model", "training_model", "optimizers")} for state in states))
 
 
@@ -66,7 +66,7 @@ def test_a_run_pauses_at_its_time_limit_and_resumes(tmp_path, cache_dir):
 @on_simulated_gpus()
 def test_a_signal_during_a_capture_stops_the_run_after_the_step(number, tmp_path, cache_dir):
     """The captures are, in order: forward and backward, the update, and the forward pass of an evaluation."""
-    record, num_captures = Recorder.record, []
+    capture, num_captures = GraphPool.capture, []
 
     def interrupted(self, function):
         def work():
@@ -75,16 +75,16 @@ def test_a_signal_during_a_capture_stops_the_run_after_the_step(number, tmp_path
                 os.kill(os.getpid(), signal.SIGTERM)
             return function()
 
-        return record(self, work)
+        return capture(self, work)
 
-    Recorder.record = interrupted
-    run(cache_dir, *LONGER, *CUDA, "--save-dir", tmp_path / "launched")
-    more = [*LONGER, *CUDA, *GRAPHS, "--save-dir", tmp_path / "recorded"]
+    GraphPool.capture = interrupted
+    run(cache_dir, *LONGER, *CUDA, "--save-dir", tmp_path / "eager")
+    more = [*LONGER, *CUDA, *GRAPHS, "--save-dir", tmp_path / "graphed"]
     run(cache_dir, *more, status=128 + signal.SIGTERM)
-    assert "Stopped as asked" in GPUS.printed() and load(tmp_path / "recorded" / "last.pth")["step"] < 9
+    assert "Stopped as asked" in GPUS.printed() and load(tmp_path / "graphed" / "last.pth")["step"] < 9
     run(cache_dir, *more)
     assert "without a graph" not in GPUS.printed()
-    states = [load(tmp_path / name / "last.pth") for name in ("launched", "recorded")]
+    states = [load(tmp_path / name / "last.pth") for name in ("eager", "graphed")]
     assert_same_bits(*({name: state[name] for name in ("model", "training_model", "optimizers")} for state in states))
 
 

@@ -204,7 +204,7 @@ def test_a_failed_capture_restores_the_generator():
 
 
 @on_simulated_gpus()
-def test_a_capture_records_the_kernels_of_its_streams():
+def test_a_capture_contains_the_kernels_of_its_streams():
     import threading
 
     import torch

@@ -49,8 +49,8 @@ def test_ranks_match_the_cpu(tmp_path, cache_dir):
 @on_simulated_gpus(2, may_wait=True)
 def test_a_forward_pass_with_gather_is_not_captured(tmp_path, cache_dir):
     task = ["--task", f"{HELPERS / 'joint_task.py'}:Gathers", *CLIP[2:], "--amp", "off"]
-    (tmp_path / "recorded").mkdir()
-    run_on_ranks(tmp_path / "recorded", cache_dir, *task, "--batch-size", 6, "--cuda-graphs", "on")
+    (tmp_path / "graphed").mkdir()
+    run_on_ranks(tmp_path / "graphed", cache_dir, *task, "--batch-size", 6, "--cuda-graphs", "on")
     assert "trainer.gather runs a collective" in GPUS.printed()
     run(cache_dir, *task, "--batch-size", 12, "--device", "cpu", "--save-dir", tmp_path / "cpu")
-    assert_same(tmp_path / "recorded" / "ranks", tmp_path / "cpu", 1e-4)
+    assert_same(tmp_path / "graphed" / "ranks", tmp_path / "cpu", 1e-4)

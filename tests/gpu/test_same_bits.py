@@ -30,7 +30,7 @@ def test_two_gpus_match_one_bit_identically(more, tmp_path, cache_dir):
     assert digests(tmp_path / "two") == digests(tmp_path / "one")
 
 
-@pytest.mark.parametrize("more", WAYS, ids=["launched", "recorded"])
+@pytest.mark.parametrize("more", WAYS, ids=["eager", "graphed"])
 @on_simulated_gpus(2)
 def test_no_step_waits_for_a_gpu(more, tmp_path, cache_dir):
     argv = [*TINY, "--batch-size", 2, "--parts", 4, "--dropout", 0.3, "--log-interval", 2, *more]

@@ -503,10 +503,10 @@ def build_learner(flags: Flags, task: Task, strategy: Strategy, is_new: bool) ->
         objective = strategy.place(build, task.blocks, complete)
     ema = ExponentialMovingAverage(objective.model, flags.learning.ema_decay)
     parts = objective, in_precision(objective, precision), strategy, precision, flags.learning.max_grad_norm, ema
-    records = flags.blocks.cuda_graphs != "off" and strategy.device.type == "cuda"
+    captures = flags.blocks.cuda_graphs != "off" and strategy.device.type == "cuda"
     if objective.is_joint or rho > 0:
         return JointLearner(*parts) if objective.is_joint else SamLearner(*parts, rho=rho)
-    if not records:
+    if not captures:
         return PartsLearner(*parts) if strategy.num_parts else Learner(*parts)
     from trainer.loop.graphs import GraphedInParts, GraphedLearner
 

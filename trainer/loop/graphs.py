@@ -23,15 +23,15 @@ from torch import Tensor, nn
 from trainer.common.errors import reason
 from trainer.common.torch_private import has_hooks, hooked_module
 from trainer.loading.batches import Batch, WeightedBatch
+from trainer.loop.capture import CannotBeCaptured, GraphCache, GraphPool, Packed, difference, fill, rehearse, signature
+from trainer.loop.captured_forwards import CapturedForwards
 from trainer.loop.learner import Learner
 from trainer.loop.memory import OUT_OF_MEMORY, free_memory, lacks_memory
 from trainer.loop.module_state import ABSENT, WholeState, outline, outline_of
-from trainer.loop.optimizers import can_be_recorded
+from trainer.loop.optimizers import can_be_captured
 from trainer.loop.parts import PartsLearner
 from trainer.loop.precision import StepOutcome
 from trainer.loop.progress import Progress
-from trainer.loop.recorded_forwards import RecordedForwards
-from trainer.loop.recording import CannotBeRecorded, Packed, Recorder, Recordings, difference, dry_run, fill, signature
 from trainer.loop.totals import require_sums
 from trainer.loop.watch import Log, StepRecord, Watch
 from trainer.parallel.flat_gradients import FlatGradients
@@ -49,14 +49,14 @@ ROUNDING, ROUNDING_OF_HALVES = 1e-4, 2e-2
 _LACK = "no memory for a graph"
 _SPARSE = "gradients of sparse embeddings change size in every step"
 REHEARSING = "__torch_dispatch__"
-"""Name of a method used in dry runs; messages skip its traceback frames to show the user's line of code."""
+"""Name of a method used in rehearsals; messages skip its traceback frames to show the user's line of code."""
 _OF_STEP = {"params", "lr"}
 """Parameter group entries that may change without making a graph invalid."""
 LEAST_GAIN = 1.1
 """Speed-up below which `--cuda-graphs auto` drops a graph."""
 
 
-class Recording(NamedTuple):
+class CapturedGraph(NamedTuple):
     """Captured CUDA graph. inputs: tensors to fill before a replay. results: tensors that the graph writes.
 
     present: whether each parameter has a gradient after a replay. reads: other tensors that the graph reads,
@@ -114,7 +114,7 @@ class Gradients:
         self.present = present
 
 
-class Moment:
+class Snapshot:
     """Snapshot of what forward and backward passes change: gradients, buffers, attributes and random generators."""
 
     def __init__(self, gradients: Gradients, objective: Objective, generators: Sequence[torch.Generator]) -> None:
@@ -123,7 +123,7 @@ class Moment:
         self._modules = WholeState(objective)
         self._places = [(generator, generator.get_state()) for generator in generators]
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for generator, place in self._places:
             generator.set_state(place)
         for flat, copy in zip(self._gradients.flat.flat, self._flat, strict=True):
@@ -156,12 +156,12 @@ class GraphedLearner(Learner, Watch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._recorder = Recorder(self.strategy.device)
-        self._recordings: Recordings[Recording] = Recordings(MOST_GRAPHS)
+        self._pool = GraphPool(self.strategy.device)
+        self._graphs: GraphCache[CapturedGraph] = GraphCache(MOST_GRAPHS)
         self._factor = torch.zeros((), dtype=torch.float64, device=self.strategy.device)
-        self._forwards = RecordedForwards(self.objective, self.strategy)
+        self._forwards = CapturedForwards(self.objective, self.strategy)
         self._held_in_evaluation: dict[str, Any] = {}
-        self._records_evaluation = False
+        self._captures_evaluation = False
 
     # --- as an observer ----------------------------------------------------------------------------------------------
 
@@ -195,7 +195,7 @@ class GraphedLearner(Learner, Watch):
             for phase in self.params:
                 self._give_up(phase, problem)
         if held != self._held:
-            self._recordings.clear()
+            self._graphs.clear()
         self._held = held
 
     def after_step(self, progress: Progress, record: StepRecord | None, log: Log) -> None:
@@ -216,13 +216,13 @@ class GraphedLearner(Learner, Watch):
 
     def launching(self) -> AbstractContextManager[None]:
         gc.collect()  # frees tensors of forwards that ran on another stream
-        return self._recorder.launching()
+        return self._pool.launching()
 
     def release(self) -> bool:
-        was_recording = bool(self._recordings)
+        had_graphs = bool(self._graphs)
         self._forget()
         self._gradients = dict.fromkeys(self.params)
-        return was_recording
+        return had_graphs
 
     # --- forward and backward -----------------------------------------------------------------------------------------
 
@@ -234,9 +234,9 @@ class GraphedLearner(Learner, Watch):
             gradients.begin()
         self.enter(phase)
         key = "forward and backward", phase, gradients.present, *signature(micro_batch.batch)
-        recording = self._recordings.get(key)
+        captured = self._graphs.get(key)
 
-        def launch() -> Sums:
+        def run_eagerly() -> Sums:
             gradients.attach()
             sums = super(GraphedLearner, self).accumulate(phase, micro_batch, factor, is_first, is_last)
             if any(
@@ -248,115 +248,115 @@ class GraphedLearner(Learner, Watch):
             return {name: value.detach() for name, value in sums.items()}
 
         is_trusted = self._due.isdisjoint((key, phase))
-        if micro_batch.num_samples == 0 or (recording is None and not self._is_wanted(key)):
-            sums = launch()
-        elif recording is None or not is_trusted:
-            sums = self._launched_and_compared(key, phase, gradients, micro_batch, factor, launch)
+        if micro_batch.num_samples == 0 or (captured is None and not self._is_wanted(key)):
+            sums = run_eagerly()
+        elif captured is None or not is_trusted:
+            sums = self._accumulate_and_compare(key, phase, gradients, micro_batch, factor, run_eagerly)
         else:
             strategy.group.activity.enter("forward")
-            present = recording.present
-            del recording  # a reference would keep the graph's memory allocated
-            found = self._attempt(lambda: self._replayed(self._recordings[key], micro_batch, factor))
+            present = captured.present
+            del captured  # a reference would keep the graph's memory allocated
+            found = self._attempt(lambda: self._replayed(self._graphs[key], micro_batch, factor))
             if found is not None:
                 self.buffers.of_samples(micro_batch.num_samples)
                 gradients.replayed(present)
                 if is_last and self.buffers.is_active:
                     self.buffers.start_agreement(strategy.group)
-            sums = launch() if found is None else found
+            sums = run_eagerly() if found is None else found
         if strategy.num_parts:
             gradients.hand_out()
         elif is_last and strategy.group.world_size > 1:
             gradients.attach()
         return sums
 
-    def _replayed(self, recording: Recording, micro_batch: WeightedBatch, factor: float) -> Sums:
-        fill(recording.inputs, micro_batch.batch)
+    def _replayed(self, captured: CapturedGraph, micro_batch: WeightedBatch, factor: float) -> Sums:
+        fill(captured.inputs, micro_batch.batch)
         self._factor.fill_(factor)
-        return recording.replayed()
+        return captured.replayed()
 
-    def _launched_and_compared(
+    def _accumulate_and_compare(
         self,
         key: Key,
         phase: str,
         gradients: Gradients,
         micro_batch: WeightedBatch,
         factor: float,
-        launch: Callable[[], Sums],
+        run_eagerly: Callable[[], Sums],
     ) -> Sums:
         """Runs a micro-batch eagerly, then replays its graph from the same state; returns the eager results.
 
         Captures a graph if the signature has none. If eager and replayed results differ, the phase stops using graphs.
         """
-        recording = self._recordings.get(key)
+        captured = self._graphs.get(key)
         gradients.attach()
         held = outline(self.objective)
         try:
-            before = self._moment(gradients)
+            before = self._snapshot(gradients)
         except RuntimeError as error:
             self._give_up(phase, self._account_of(error))
-            return launch()
-        sums, launched_s = self._timed(launch)
+            return run_eagerly()
+        sums, eager_s = self._timed(run_eagerly)
         if self._gradients[phase] is None:
             return sums
         after, problem = None, None
         try:
             with self.strategy.keeping_generators():
-                after, expected = self._moment(gradients), self._named(phase, gradients, sums)
+                after, expected = self._snapshot(gradients), self._named(phase, gradients, sums)
                 if (changed := _first_difference(held, outline(self.objective))) is not None:
-                    raise CannotBeRecorded(f"forward passes change {changed}, but replays of a graph would not")
-                if recording is None:
-                    recording = self._recorded(phase, gradients, micro_batch, before)
+                    raise CannotBeCaptured(f"forward passes change {changed}, but replays of a graph would not")
+                if captured is None:
+                    captured = self._capture(phase, gradients, micro_batch, before)
 
                 replayed_s: list[float] = []
 
-                def replayed(made: Recording = recording) -> dict[str, Tensor]:
-                    before.put_back()
+                def replayed(made: CapturedGraph = captured) -> dict[str, Tensor]:
+                    before.restore()
                     found, seconds = self._timed(lambda: self._replayed(made, micro_batch, factor))
                     replayed_s.append(seconds)
                     gradients.replayed(made.present)
                     return self._named(phase, gradients, found)
 
-                def launched_again() -> dict[str, Tensor]:  # unlike `launch`, without exchanges between ranks
-                    before.put_back()
+                def run_again() -> dict[str, Tensor]:  # unlike `run_eagerly`, without exchanges between ranks
+                    before.restore()
                     inputs = self.strategy.to_device(micro_batch.batch)
                     return self._named(phase, gradients, self._forward_and_backward(phase, gradients, inputs))
 
                 rounding = ROUNDING if self.precision.autocast_dtype is None else ROUNDING_OF_HALVES
-                if (name := difference(expected, replayed(), replayed, launched_again, rounding)) is not None:
-                    raise CannotBeRecorded(f"replays of a graph did not reproduce {name}")
-                if self.only_if_faster and key not in self._recordings:
+                if (name := difference(expected, replayed(), replayed, run_again, rounding)) is not None:
+                    raise CannotBeCaptured(f"replays of a graph did not reproduce {name}")
+                if self.only_if_faster and key not in self._graphs:
                     replayed()  # the first replay may be slower
-                    if launched_s < LEAST_GAIN * min(replayed_s):
-                        raise CannotBeRecorded(f"the speed-up of graphs is below {LEAST_GAIN}")
+                    if eager_s < LEAST_GAIN * min(replayed_s):
+                        raise CannotBeCaptured(f"the speed-up of graphs is below {LEAST_GAIN}")
         except Exception as error:  # a user's forward may raise anything during capture
             problem = self._account_of(error)
         if after is not None:
-            after.put_back()
+            after.restore()
         if problem is not None:
             self._give_up(phase, problem)
-        elif recording is not None:
-            self._untried |= {key} - self._recordings.keys()
-            self._recordings[key] = recording
+        elif captured is not None:
+            self._untried |= {key} - self._graphs.keys()
+            self._graphs[key] = captured
             self._due -= {key, phase}
         return sums
 
-    def _moment(self, gradients: Gradients) -> Moment:
+    def _snapshot(self, gradients: Gradients) -> Snapshot:
         generators = torch.default_generator, torch.cuda.default_generators[self.strategy.device.index]
-        return Moment(gradients, self.objective, generators)
+        return Snapshot(gradients, self.objective, generators)
 
-    def _recorded(self, phase: str, gradients: Gradients, micro_batch: WeightedBatch, before: Moment) -> Recording:
-        """Captures forward and backward passes after a dry run that detects waits for the GPU, which break captures."""
+    def _capture(self, phase: str, gradients: Gradients, micro_batch: WeightedBatch, before: Snapshot) -> CapturedGraph:
+        """Captures forward and backward passes after a rehearsal, which detects waits for the GPU."""
         inputs = {name: tensor.to(self.strategy.device, copy=True) for name, tensor in micro_batch.batch.items()}
 
         def work() -> Packed:
             own = {name: tensor.detach() for name, tensor in inputs.items()}  # a forward may change this dictionary
             return Packed(self._forward_and_backward(phase, gradients, own))
 
-        before.put_back()
-        _, reads = dry_run(work)
-        before.put_back()
-        graph, results = self._recorder.record(work)
-        return Recording(graph, inputs, results, gradients.present, reads)
+        before.restore()
+        _, reads = rehearse(work)
+        before.restore()
+        graph, results = self._pool.capture(work)
+        return CapturedGraph(graph, inputs, results, gradients.present, reads)
 
     def _forward_and_backward(self, phase: str, gradients: Gradients, inputs: Batch) -> Sums:
         outputs = self.enter(phase)(inputs, phase)
@@ -367,13 +367,13 @@ class GraphedLearner(Learner, Watch):
 
     def _is_wanted(self, key: Key) -> bool:
         """Returns whether to capture a graph for a signature; may empty PyTorch's cache."""
-        if not self._recordings.is_wanted(key):
+        if not self._graphs.is_wanted(key):
             return False
         if torch.cuda.mem_get_info(self.strategy.device)[0] < torch.cuda.memory_reserved(self.strategy.device):
             torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.strategy.device)
-        if self._recordings and free < LEAST_FREE * total:
-            self._recordings.left_out.add(key)
+        if self._graphs and free < LEAST_FREE * total:
+            self._graphs.left_out.add(key)
             return False
         return True
 
@@ -400,16 +400,16 @@ class GraphedLearner(Learner, Watch):
         if not is_same:
             self._forwards.clear()
         self._held_in_evaluation = held
-        self._records_evaluation = is_same and self._obstacle_of_forwards() is None
+        self._captures_evaluation = is_same and self._obstacle_of_forwards() is None
 
     def evaluate(self, net: nn.Module, batch: Batch) -> Outputs:
-        outputs = self._attempt(lambda: self._evaluated(net, batch)) if self._records_evaluation else None
+        outputs = self._attempt(lambda: self._evaluated(net, batch)) if self._captures_evaluation else None
         return outputs if outputs is not None else super().evaluate(net, batch)
 
     def _evaluated(self, net: nn.Module, batch: Batch) -> Outputs:
-        was_recorded = self._forwards.problem is None
+        was_captured = self._forwards.problem is None
         outputs = self._forwards(net, batch, self._account_of)
-        if was_recorded and self._forwards.problem is not None:
+        if was_captured and self._forwards.problem is not None:
             self._forget()
             self._lines.append(f"CUDA graphs: evaluation runs without a graph: {self._forwards.problem}.")
         return outputs
@@ -424,15 +424,10 @@ class GraphedLearner(Learner, Watch):
         if self.strategy.num_parts or self.strategy.group.world_size > 1:
             gradients.collect()
         key = "update", phase, gradients.present
-        recording = self._recordings.get(key)
-        if (
-            recording is None
-            and any(gradients.present)
-            and not self._obstacle_of_update(phase)
-            and self._is_wanted(key)
-        ):
-            recording = self._recorded_update(key, phase, gradients, global_norm)
-        if recording is None:
+        captured = self._graphs.get(key)
+        if captured is None and any(gradients.present) and not self._obstacle_of_update(phase) and self._is_wanted(key):
+            captured = self._capture_update(key, phase, gradients, global_norm)
+        if captured is None:
             gradients.attach()
             held = outline(self.objective) if self._may_replace(key, phase) else {}
             outcome = super().update(phase, learning_rate, global_norm)
@@ -444,17 +439,17 @@ class GraphedLearner(Learner, Watch):
         for rate, group in zip(self._rates[phase], self._groups(phase), strict=True):
             group["lr"] = self.precision.rate(learning_rate * group.get("lr_scale", 1.0))
             rate.fill_(group["lr"])
-        del recording
-        results = self._attempt(lambda: self._recordings[key].replayed())
+        del captured
+        results = self._attempt(lambda: self._graphs[key].replayed())
         if results is None:
             gradients.attach()
             return super().update(phase, learning_rate, global_norm)
         gradients.begin()
         return StepOutcome(**results)
 
-    def _recorded_update(
+    def _capture_update(
         self, key: Key, phase: str, gradients: Gradients, global_norm: Callable[[Tensor], Tensor]
-    ) -> Recording | None:
+    ) -> CapturedGraph | None:
         """Captures an update without changing weights; returns None if the capture fails."""
         gradients.attach()
         present = gradients.present
@@ -464,7 +459,7 @@ class GraphedLearner(Learner, Watch):
             rates = self._rates.setdefault(phase, [torch.zeros((), device=self.strategy.device) for _ in groups])
             for group, rate in zip(groups, rates, strict=True):
                 group |= {"lr": rate} | ({"capturable": True} if "capturable" in group else {})
-            graph, results = self._recorder.record(lambda: Packed(self.apply_gradients(phase, global_norm)._asdict()))
+            graph, results = self._pool.capture(lambda: Packed(self.apply_gradients(phase, global_norm)._asdict()))
         except Exception as error:
             self.precision.forget_unscaling()
             problem = self._problems_of_updates[phase] = self._account_of(error)
@@ -475,8 +470,8 @@ class GraphedLearner(Learner, Watch):
             for group, own in zip(groups, before, strict=True):
                 group.update(own)
             gradients.flat.attach(present)
-        recording = self._recordings[key] = Recording(graph, {}, results, present)
-        return recording
+        captured = self._graphs[key] = CapturedGraph(graph, {}, results, present)
+        return captured
 
     def _groups(self, phase: str) -> list[dict[str, Any]]:
         return [group for optimizer in self.optimizers[phase] for group in optimizer.param_groups]
@@ -487,12 +482,12 @@ class GraphedLearner(Learner, Watch):
         is_own = type(self.objective).after_step is not Objective.after_step
         return is_own or (self._obstacle_of_update(phase) is not None and self._num_looks[key] < 5)
 
-    # --- what is not recorded -----------------------------------------------------------------------------------------
+    # --- what is not captured -----------------------------------------------------------------------------------------
 
     def _gradients_of(self, phase: str) -> Gradients | None:
         if phase not in self._gradients:
-            params, is_recorded = self.params[phase], self._obstacle(phase) is None
-            gradients = Gradients(params, self.strategy.flat_gradients(params)) if is_recorded else None
+            params, is_captured = self.params[phase], self._obstacle(phase) is None
+            gradients = Gradients(params, self.strategy.flat_gradients(params)) if is_captured else None
             self._gradients[phase] = gradients
         return self._gradients[phase]
 
@@ -506,7 +501,7 @@ class GraphedLearner(Learner, Watch):
 
     def _forget(self) -> None:
         """Drops all graphs, because after a failed capture they would draw random numbers from a stale generator."""
-        self._recordings.clear()
+        self._graphs.clear()
         self._forwards.clear()
 
     def _attempt(self, replay: Callable[[], T]) -> T | None:
@@ -529,7 +524,7 @@ class GraphedLearner(Learner, Watch):
 
     def _account_of(self, error: Exception) -> str:
         """Returns the reason for a failed capture, with the user's line of code."""
-        if isinstance(error, CannotBeRecorded):
+        if isinstance(error, CannotBeCaptured):
             return str(error)
         if isinstance(error, RuntimeError) and lacks_memory(error):
             return _LACK
@@ -562,7 +557,7 @@ class GraphedLearner(Learner, Watch):
         if type(self.objective).after_step is not Objective.after_step:
             return f"{type(self.objective).__name__} has its own after_step"
         for optimizer in self.optimizers[phase]:
-            if not can_be_recorded(optimizer):
+            if not can_be_captured(optimizer):
                 return f"{type(optimizer).__name__} is not a fused Adam, AdamW or SGD without hooks"
         if self.buffers.forward_state.is_active:
             return "forward passes change buffers, which each step copies to new memory"

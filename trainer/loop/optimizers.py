@@ -230,12 +230,12 @@ class SGD(torch.optim.SGD):
         return inspect.unwrap(torch.optim.SGD.step)(self, closure)
 
 
-_RECORDED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, SGD)
+_CAPTURABLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, SGD)
 
 
-def can_be_recorded(optimizer: Optimizer) -> bool:
+def can_be_captured(optimizer: Optimizer) -> bool:
     """Returns whether a CUDA graph can capture an optimizer's step, with `lr` and `found_inf` read on the GPU."""
-    is_known = getattr(type(optimizer), "plain", type(optimizer)) in _RECORDED
+    is_known = getattr(type(optimizer), "plain", type(optimizer)) in _CAPTURABLE
     return is_known and reads_found_inf(optimizer) and not has_step_hooks(optimizer)
 
 

@@ -22,7 +22,7 @@ The test fails automatically if
 their places, and counts captured and replayed CUDA graphs. `ranks.run_ranks` starts several processes, which exchange
 GPU tensors by gloo.
 
-**CUDA graphs** (`torch.cuda.CUDAGraph`, `torch.cuda.graph`) record the operators on a captured stream, and run them
+**CUDA graphs** (`torch.cuda.CUDAGraph`, `torch.cuda.graph`) capture the operators of a stream, and run them
 again on the same memory. As on a real GPU,
 
 - a capture does not change tensors and generators. It freezes Python numbers and tensor shapes. Python state changes as

@@ -5,7 +5,7 @@
 // own code. Forbidden operations of the host are detected. It must not mix devices. It must not access the page-locked
 // target of a copy before it has waited for the copy: the target is filled with marker values, and its pages are
 // protected until then. It must not change the page-locked source of a copy: the bytes are compared with a snapshot.
-// During a capture, `run_on_host` also records the operators, and memory that they wrote is restored afterwards.
+// During a capture, `run_on_host` also adds the operators to a graph, and memory that they wrote is restored afterwards.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/DeviceAccelerator.h>
@@ -383,7 +383,7 @@ struct Drawing {
 
 // --- graphs --------------------------------------------------------------------------------------------------------
 
-// Operators recorded on captured streams, which a replay runs again on the same memory.
+// Operators of captured streams, which a replay runs again on the same memory.
 struct Graph {
   const DeviceIndex device = ::current_device;
   const std::thread::id thread = std::this_thread::get_id();
@@ -663,8 +663,8 @@ struct OnHost {
     return with_tensors(value, [this](const Tensor& tensor) { return lowered(tensor); });
   }
 
-  // Converts an argument for a record: keeps device memory, and copies host tensors.
-  IValue recorded(const IValue& value) const {
+  // Converts an argument for a graph: keeps device memory, and copies host tensors.
+  IValue captured(const IValue& value) const {
     return with_tensors(value, [this](const Tensor& tensor) {
       for (auto& [_, on_host] : known)
         if (on_host.unsafeGetTensorImpl() == tensor.unsafeGetTensorImpl()) return same_memory(tensor);
@@ -769,7 +769,7 @@ std::vector<Storage> storages_of(at::ArrayRef<IValue> values) {
   return found;
 }
 
-// Runs a recorded operator again, and copies its results to the storages of the recorded results.
+// Runs a captured operator again, and copies its results to the storages of the captured results.
 void run_again(
     const c10::OperatorHandle& op, const std::vector<IValue>& arguments, const std::vector<Storage>& results,
     GeneratorState* generator) {
@@ -788,7 +788,7 @@ void run_again(
   }
 }
 
-void record(
+void add_to_graph(
     Graph& graph, const OnHost& call, const c10::OperatorHandle& op, const std::vector<IValue>& arguments,
     std::vector<Storage> results, const c10::intrusive_ptr<GeneratorState>& generator) {
   for (auto& storage : results)
@@ -818,7 +818,7 @@ void run_on_host(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   if (graph) {
     graph->remember(call.storages);
     for (auto argument = stack->end() - count; argument != stack->end(); ++argument)
-      arguments.push_back(call.recorded(*argument));
+      arguments.push_back(call.captured(*argument));
   }
   c10::intrusive_ptr<GeneratorState> generator;
   {
@@ -834,9 +834,10 @@ void run_on_host(const c10::OperatorHandle& op, DispatchKeySet, Stack* stack) {
   if (graph) results = storages_of(at::ArrayRef<IValue>(*stack).slice(stack->size() - num_results));
   call.follow();
   for (auto result = stack->end() - num_results; result != stack->end(); ++result) *result = call.raised(*result);
-  // Views need no record of their own, and uninitialised memory keeps its marker values.
+  // Graphs need no views, and uninitialised memory keeps its marker values.
   bool computes = op.schema().is_mutable() || call.storages.size() > num_known || num_results == 0;
-  if (graph && computes && call.name.rfind("empty", 0) != 0) record(*graph, call, op, arguments, results, generator);
+  if (graph && computes && call.name.rfind("empty", 0) != 0)
+    add_to_graph(*graph, call, op, arguments, results, generator);
 }
 
 // Work of a future that also reports errors, unlike torch's own class.

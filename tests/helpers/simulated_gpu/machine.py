@@ -128,7 +128,7 @@ class Gpus:
         for name in ("log_step", "save", "settle", "try_saving"):
             setattr(loop, name, self._within(-1, getattr(loop, name)))
         learner: Any = graphs.GraphedLearner
-        learner._launched_and_compared = self._within(-1, learner._launched_and_compared)
+        learner._accumulate_and_compare = self._within(-1, learner._accumulate_and_compare)
 
     def _within(self, depth: int, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)

@@ -25,14 +25,14 @@ _INVALID: list[torch.cuda.CUDAGraph] = []
 """Graphs of captures that CUDA invalidated; never freed, because PyTorch's allocators may still query them."""
 
 
-class CannotBeRecorded(RuntimeError):
+class CannotBeCaptured(RuntimeError):
     """Raised if a function cannot be captured; the message is the reason."""
 
 
-class Recorder:
+class GraphPool:
     """Captures CUDA graphs, which share one stream and one memory pool: a replay may overwrite other graphs' results.
 
-    All graphs of a recorder must be dropped together, because they also share cuBLAS workspaces (see `Recordings`).
+    All graphs of a pool must be dropped together, because they also share cuBLAS workspaces (see `GraphCache`).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
 
-    def record(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    def capture(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Captures a call of the function without computing anything; returns the graph and the call's result.
 
         Raises the function's exceptions, and RuntimeError for operations that cannot be captured. The caller must
@@ -88,18 +88,18 @@ class Recorder:
             usual.wait_stream(self._stream)
 
 
-def dry_run(function: Callable[[], T]) -> tuple[T, list[Tensor]]:
+def rehearse(function: Callable[[], T]) -> tuple[T, list[Tensor]]:
     """Runs a function; returns its result and the existing tensors that it reads, which must outlive its CUDA graph.
 
     Raises the function's exceptions, and RuntimeError if PyTorch detects that the host waits for a GPU. Runs the
     function again if it keeps a new tensor outside the result, or copies from pinned memory that it allocates; raises
-    CannotBeRecorded if the second run does so too.
+    CannotBeCaptured if the second run does so too.
     """
     result, reads, problem = _rehearse_once(function)
     if problem:  # perhaps of a tensor that only the first call creates
         result, reads, problem = _rehearse_once(function)
     if problem:
-        raise CannotBeRecorded(f"the captured code {problem}")
+        raise CannotBeCaptured(f"the captured code {problem}")
     return result, reads
 
 
@@ -192,7 +192,7 @@ def _without_collecting() -> Iterator[None]:
             gc.enable()
 
 
-class Recordings(dict[Any, R]):
+class GraphCache(dict[Any, R]):
     """Maps input signatures to at most `most` graphs; further signatures run eagerly.
 
     Only `clear` drops graphs, because freeing one graph also frees the cuBLAS workspace of the other graphs of its
@@ -254,12 +254,12 @@ def difference(
     expected: Mapping[str, Tensor],
     found: Mapping[str, Tensor],
     replayed: Callable[[], Mapping[str, Tensor]],
-    launched: Callable[[], Mapping[str, Tensor]],
+    eager: Callable[[], Mapping[str, Tensor]],
     rounding: float,
 ) -> str | None:
     """Returns the name of a value that differs from the expected value beyond rounding, or None.
 
-    replayed, launched: replay the graph or run eagerly from the same state again, and return the values. The tolerance
+    replayed, eager: replay the graph or run eagerly from the same state again, and return the values. The tolerance
     grows with the difference between replays and between eager runs, which comes from nondeterministic sums. An
     outdated number that the capture stored does not raise the tolerance, because it is equal in all replays. rounding:
     maximum tolerance, relative to a tensor's largest absolute value.
@@ -271,7 +271,7 @@ def difference(
         return None
     runs = [(found, replayed)] * REPLAYS
     if not torch.are_deterministic_algorithms_enabled():
-        runs.append((expected, launched))
+        runs.append((expected, eager))
     noise = {name: _largest_difference(expected[name], expected[name]) for name in unequal}
     for usual, run in runs:
         other = run()

@@ -1,12 +1,12 @@
-"""Steps recorded as CUDA graphs: the number of recordings is bounded, and replays are compared with eager steps."""
+"""CUDA graphs: their number is bounded, results are copied, and replays are compared with eager runs."""
 
 import torch
 
-from trainer.loop.recording import REPLAYS, Packed, Recordings, difference
+from trainer.loop.capture import REPLAYS, GraphCache, Packed, difference
 
 
 def test_a_signature_is_captured_at_its_second_occurrence_only():
-    kept = Recordings(most=2)
+    kept = GraphCache(most=2)
     made = []
     for key in "aabbccabcabc":
         if kept.get(key) is None and kept.is_wanted(key):
@@ -32,19 +32,19 @@ def test_only_differences_larger_than_between_equal_runs_count(monkeypatch):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)  # earlier tests may enable them
     value, nan = torch.tensor([1.0, -2.0]), torch.tensor([torch.nan, torch.inf])
 
-    def differs(found, replayed=None, launched=None, expected=value):
+    def differs(found, replayed=None, eager=None, expected=value):
         replays = iter([found if replayed is None else replayed, *[found] * REPLAYS])
-        again = {"a": expected if launched is None else launched}
+        again = {"a": expected if eager is None else eager}
         return difference({"a": expected}, {"a": found}, lambda: {"a": next(replays)}, lambda: again, 1e-4) == "a"
 
     assert not differs(value) and not differs(nan, expected=nan)
     assert differs(value + 1e-6) and differs(value * 1.1)
     assert not differs(value + 1e-6, replayed=value + 1.5e-6)
-    assert not differs(value + 1e-6, launched=value - 1e-6)
+    assert not differs(value + 1e-6, eager=value - 1e-6)
     assert differs(value * 1.1, replayed=value * 1.2)  # larger than rounding, although replays differ
     assert differs(torch.tensor([torch.nan, -2.0]), replayed=value + 1e-6)
     assert not differs(value + 1e-6j, replayed=value + 2e-6j, expected=value + 0j)
     assert differs(value + 1e-6j, expected=value + 0j)
     assert difference({"a": value}, {}, dict, dict, 1.0) == "a"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert differs(value + 1e-6, launched=value - 1e-6)  # eager runs then differ only by what a capture would freeze
+    assert differs(value + 1e-6, eager=value - 1e-6)  # eager runs then differ only by what a capture would freeze
