@@ -9,7 +9,7 @@ from tests.gpu.runs import results, run
 from tests.gpu.test_ranks import run_on_ranks
 from tests.gpu.test_training import HELPERS, POISONED
 from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
-from trainer.loop import blocks, graphs
+from trainer.loop import blocks, graphs, obstacles
 from trainer.loop.capture import GraphPool, Packed
 from trainer.loop.graphs import GraphedLearner
 from trainer.loop.memory import free_memory
@@ -80,7 +80,7 @@ def test_a_tasks_optimizer_runs_eagerly(tmp_path, cache_dir):
     """The optimizer makes the host wait. The second run detects this only when it captures the update."""
     learns_the_same(tmp_path / "known", cache_dir, *own("OwnOptimizer"))
     num_replays = GPUS.num_replays
-    graphs.can_be_captured = lambda optimizer: True
+    obstacles.can_be_captured = lambda optimizer: True
     learns_the_same(tmp_path / "unknown", cache_dir, *own("OwnOptimizer"))
     assert GPUS.num_replays > num_replays + 5 > 10
     opening = "CUDA graphs: updates run without a graph: "

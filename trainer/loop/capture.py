@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainer.common.torch_private import TorchDispatchMode, end_allocating, tree_flatten
 from trainer.loading.batches import Batch
+from trainer.loop.obstacles import CannotBeCaptured
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -23,10 +24,6 @@ REPLAYS = 8
 
 _INVALID: list[torch.cuda.CUDAGraph] = []
 """Graphs of captures that CUDA invalidated; never freed, because PyTorch's allocators may still query them."""
-
-
-class CannotBeCaptured(RuntimeError):
-    """Raised if a function cannot be captured; the message is the reason."""
 
 
 class GraphPool:

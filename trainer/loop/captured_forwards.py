@@ -1,6 +1,6 @@
 """Captures evaluation forwards as CUDA graphs, one per batch signature (names, shapes, strides and dtypes)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from trainer.loading.batches import Batch
 from trainer.loop.capture import (
-    CannotBeCaptured,
     GraphCache,
     GraphPool,
     Packed,
@@ -18,6 +17,7 @@ from trainer.loop.capture import (
     signature,
 )
 from trainer.loop.module_state import leaving_no_trace
+from trainer.loop.obstacles import CHANGES, DRAWS, CannotBeCaptured, explain
 from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Outputs, PerSample
 
@@ -53,8 +53,8 @@ class CapturedForwards:
     def clear(self) -> None:
         self._graphs.clear()
 
-    def __call__(self, net: nn.Module, batch: Batch, account_of: Callable[[Exception], str]) -> Outputs:
-        """Runs a forward; `batch` is in host memory. account_of: explains the exception of a failed capture."""
+    def __call__(self, net: nn.Module, batch: Batch) -> Outputs:
+        """Runs a forward; `batch` is in host memory."""
         key = signature(batch)
         captured = self._graphs.get(key)
         if captured is not None:
@@ -65,7 +65,7 @@ class CapturedForwards:
             with self._pool.launching():
                 captured = self._capture(net, batch)
         except Exception as error:  # a user's forward may raise anything during capture
-            self.problem = account_of(error)
+            self.problem = explain(error)
             self.clear()
             return net(self._strategy.to_device(batch))
         self._graphs[key] = captured
@@ -77,9 +77,9 @@ class CapturedForwards:
         with self._strategy.keeping_generators(), leaving_no_trace(self._objective) as changes:
             net(self._uploaded(batch))
             if self._strategy.places_in_generators() != drawn:
-                raise CannotBeCaptured("forward passes draw from the host's random generators")
+                raise CannotBeCaptured(DRAWS)
             for change in changes():
-                raise CannotBeCaptured(f"forward passes change {change.path}, but replays of a graph would not")
+                raise CannotBeCaptured(CHANGES.format(change.path))
         inputs = self._uploaded(batch)
         with self._strategy.keeping_generators():
             expected, reads = rehearse(lambda: _tensors(net({**inputs})))

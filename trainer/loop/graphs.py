@@ -8,34 +8,38 @@ results are bit-identical to eager results. Work that cannot be captured runs ea
 
 import gc
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from trainer.common.errors import reason
-from trainer.common.torch_private import has_hooks, hooked_module
 from trainer.loading.batches import Batch, WeightedBatch
-from trainer.loop.capture import CannotBeCaptured, GraphCache, GraphPool, Packed, difference, fill, rehearse, signature
+from trainer.loop.capture import GraphCache, GraphPool, Packed, difference, fill, rehearse, signature
 from trainer.loop.captured_forwards import CapturedForwards
 from trainer.loop.learner import Learner
 from trainer.loop.memory import OUT_OF_MEMORY, free_memory, lacks_memory
-from trainer.loop.module_state import ABSENT, WholeState, outline, outline_of
-from trainer.loop.optimizers import can_be_captured
+from trainer.loop.module_state import WholeState, first_change, outline, outline_of
+from trainer.loop.obstacles import (
+    CHANGES,
+    SPARSE,
+    CannotBeCaptured,
+    explain,
+    obstacle_to_forwards,
+    obstacle_to_passes,
+    obstacle_to_update,
+)
 from trainer.loop.parts import PartsLearner
 from trainer.loop.precision import StepOutcome
 from trainer.loop.progress import Progress
 from trainer.loop.totals import require_sums
 from trainer.loop.watch import Log, StepRecord, Watch
 from trainer.parallel.flat_gradients import FlatGradients
-from trainer.task import Objective, Outputs, Sums, sparse_parameters
+from trainer.task import Objective, Outputs, Sums
 
 Key = tuple[Any, ...]
 T = TypeVar("T")
@@ -46,10 +50,6 @@ LEAST_FREE = 1 / 16
 """Fraction of the GPU's memory that must be free to capture further graphs."""
 ROUNDING, ROUNDING_OF_HALVES = 1e-4, 2e-2
 """Tolerances for nondeterministic kernels, relative to a tensor's largest absolute value: without and with autocast."""
-_LACK = "no memory for a graph"
-_SPARSE = "gradients of sparse embeddings change size in every step"
-REHEARSING = "__torch_dispatch__"
-"""Name of a method used in rehearsals; messages skip its traceback frames to show the user's line of code."""
 _OF_STEP = {"params", "lr"}
 """Parameter group entries that may change without making a graph invalid."""
 LEAST_GAIN = 1.1
@@ -168,7 +168,7 @@ class GraphedLearner(Learner, Watch):
     def remarks(self) -> Sequence[str]:
         lines = []
         for phase in self.params:
-            if (problem := self._obstacle(phase)) is not None:
+            if (problem := self._obstacle()) is not None:
                 lines.append(self._line(phase, problem))
             elif (problem := self._obstacle_of_update(phase)) is not None:
                 lines.append(self._line(phase, problem, "updates"))
@@ -190,7 +190,7 @@ class GraphedLearner(Learner, Watch):
         for phase in self.params:
             for number, group in enumerate(self._groups(phase)):
                 held |= {f"{phase} {number} {name}": outline_of(group[name]) for name in group.keys() - _OF_STEP}
-        problem = self._obstacle_of_forwards()  # a task may have added hooks since the last call
+        problem = obstacle_to_forwards(self.objective, self.strategy)  # a task may have added hooks since the last call
         if problem is not None:
             for phase in self.params:
                 self._give_up(phase, problem)
@@ -242,7 +242,7 @@ class GraphedLearner(Learner, Watch):
             if any(
                 p.grad is not None and p.grad.is_sparse for p in self.params[phase]
             ):  # from F.embedding(sparse=True), which `sparse_parameters` cannot find
-                self._give_up(phase, _SPARSE)
+                self._give_up(phase, SPARSE)
             else:
                 gradients.collect()
             return {name: value.detach() for name, value in sums.items()}
@@ -293,7 +293,7 @@ class GraphedLearner(Learner, Watch):
         try:
             before = self._snapshot(gradients)
         except RuntimeError as error:
-            self._give_up(phase, self._account_of(error))
+            self._give_up(phase, explain(error))
             return run_eagerly()
         sums, eager_s = self._timed(run_eagerly)
         if self._gradients[phase] is None:
@@ -302,8 +302,8 @@ class GraphedLearner(Learner, Watch):
         try:
             with self.strategy.keeping_generators():
                 after, expected = self._snapshot(gradients), self._named(phase, gradients, sums)
-                if (changed := _first_difference(held, outline(self.objective))) is not None:
-                    raise CannotBeCaptured(f"forward passes change {changed}, but replays of a graph would not")
+                if (changed := first_change(held, outline(self.objective))) is not None:
+                    raise CannotBeCaptured(CHANGES.format(changed))
                 if captured is None:
                     captured = self._capture(phase, gradients, micro_batch, before)
 
@@ -329,7 +329,7 @@ class GraphedLearner(Learner, Watch):
                     if eager_s < LEAST_GAIN * min(replayed_s):
                         raise CannotBeCaptured(f"the speed-up of graphs is below {LEAST_GAIN}")
         except Exception as error:  # a user's forward may raise anything during capture
-            problem = self._account_of(error)
+            problem = explain(error)
         if after is not None:
             after.restore()
         if problem is not None:
@@ -400,7 +400,7 @@ class GraphedLearner(Learner, Watch):
         if not is_same:
             self._forwards.clear()
         self._held_in_evaluation = held
-        self._captures_evaluation = is_same and self._obstacle_of_forwards() is None
+        self._captures_evaluation = is_same and obstacle_to_forwards(self.objective, self.strategy) is None
 
     def evaluate(self, net: nn.Module, batch: Batch) -> Outputs:
         outputs = self._attempt(lambda: self._evaluated(net, batch)) if self._captures_evaluation else None
@@ -408,7 +408,7 @@ class GraphedLearner(Learner, Watch):
 
     def _evaluated(self, net: nn.Module, batch: Batch) -> Outputs:
         was_captured = self._forwards.problem is None
-        outputs = self._forwards(net, batch, self._account_of)
+        outputs = self._forwards(net, batch)
         if was_captured and self._forwards.problem is not None:
             self._forget()
             self._lines.append(f"CUDA graphs: evaluation runs without a graph: {self._forwards.problem}.")
@@ -432,7 +432,7 @@ class GraphedLearner(Learner, Watch):
             held = outline(self.objective) if self._may_replace(key, phase) else {}
             outcome = super().update(phase, learning_rate, global_norm)
             gradients.present, gradients.is_attached = gradients.flat.present, True
-            if held and (changed := _first_difference(held, outline(self.objective))) is not None:
+            if held and (changed := first_change(held, outline(self.objective))) is not None:
                 for each in self.params:
                     self._give_up(each, f"a step replaces {changed}, but a graph would keep its old value")
             return outcome
@@ -462,7 +462,7 @@ class GraphedLearner(Learner, Watch):
             graph, results = self._pool.capture(lambda: Packed(self.apply_gradients(phase, global_norm)._asdict()))
         except Exception as error:
             self.precision.forget_unscaling()
-            problem = self._problems_of_updates[phase] = self._account_of(error)
+            problem = self._problems_of_updates[phase] = explain(error)
             self._lines.append(self._line(phase, problem, "updates"))
             self._forget()
             return None
@@ -486,7 +486,7 @@ class GraphedLearner(Learner, Watch):
 
     def _gradients_of(self, phase: str) -> Gradients | None:
         if phase not in self._gradients:
-            params, is_captured = self.params[phase], self._obstacle(phase) is None
+            params, is_captured = self.params[phase], self._obstacle() is None
             gradients = Gradients(params, self.strategy.flat_gradients(params)) if is_captured else None
             self._gradients[phase] = gradients
         return self._gradients[phase]
@@ -511,8 +511,8 @@ class GraphedLearner(Learner, Watch):
         except RuntimeError as error:
             if not lacks_memory(error):
                 raise
+            self._forwards.problem = explain(error)
         # Frees memory outside the handler, because the exception's frames keep tensors alive.
-        self._forwards.problem = _LACK
         self.release()
         free_memory()
         self._lines.append(OUT_OF_MEMORY)
@@ -522,61 +522,13 @@ class GraphedLearner(Learner, Watch):
         which = f"{what} of phase {phase!r}" if len(self.params) > 1 else what
         return f"CUDA graphs: {which} run without a graph: {problem}."
 
-    def _account_of(self, error: Exception) -> str:
-        """Returns the reason for a failed capture, with the user's line of code."""
-        if isinstance(error, CannotBeCaptured):
-            return str(error)
-        if isinstance(error, RuntimeError) and lacks_memory(error):
-            return _LACK
-        frames = traceback.extract_tb(error.__traceback__)
-        library = Path(torch.__file__).parent
-        own = [each for each in frames if not Path(each.filename).is_relative_to(library) and each.name != REHEARSING]
-        return f"{reason(error)} ({Path(own[-1].filename).name}, line {own[-1].lineno})"
-
-    def _obstacle(self, phase: str) -> str | None:
-        """Returns why a phase cannot be captured, or None if no reason is known before the first step."""
-        strategy, state = self.strategy, self.buffers.forward_state
-        of_forwards = self._obstacle_of_forwards()
-        if of_forwards is not None:
-            return of_forwards
-        if any(isinstance(module, nn.SyncBatchNorm) for module in self.objective.modules()):
-            return "--sync-bn exchanges statistics in the forward pass"
-        if strategy.overlaps:
-            return "gradients of a model this large are exchanged during the backward pass"
-        if self.precision.dtype == torch.float64:
-            return "fused optimizers cannot read a float64 learning rate from memory"
-        if strategy.draws_on_host:
-            return "forward passes draw from the host's random generators"
-        if sparse_parameters(self.objective):
-            return _SPARSE
-        changed = [change.path for change in state.changes.values() if not (change.is_buffer and change.in_place)]
-        return f"forward passes change {changed[0]}, but replays of a graph would not" if changed else None
+    def _obstacle(self) -> str | None:
+        return obstacle_to_passes(self.objective, self.strategy, self.precision, self.buffers)
 
     def _obstacle_of_update(self, phase: str) -> str | None:
-        """Returns why an update cannot be captured, or None. Forward and backward passes may still be captured."""
-        if type(self.objective).after_step is not Objective.after_step:
-            return f"{type(self.objective).__name__} has its own after_step"
-        for optimizer in self.optimizers[phase]:
-            if not can_be_captured(optimizer):
-                return f"{type(optimizer).__name__} is not a fused Adam, AdamW or SGD without hooks"
-        if self.buffers.forward_state.is_active:
-            return "forward passes change buffers, which each step copies to new memory"
-        return self._problems_of_updates.get(phase)
-
-    def _obstacle_of_forwards(self) -> str | None:
-        if self.strategy.exchanges_in_forward or self.strategy.num_replicas > 1:
-            return "a forward pass spans several devices"
-        hooked = hooked_module(self.objective)
-        names = [hooked] if hooked is not None else []
-        names += [name for name, parameter in self.objective.named_parameters() if has_hooks(parameter)]
-        return f"hooks of {names[0] or 'the objective'} would not be called" if names else None
+        known = obstacle_to_update(self.objective, self.optimizers[phase], self.buffers)
+        return known or self._problems_of_updates.get(phase)
 
 
 class GraphedInParts(PartsLearner, GraphedLearner):
     """Learner for `--parts` that replays a graph for each part of a batch, and adds gradients between replays."""
-
-
-def _first_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    # compares lists, because list comparison treats an object as equal to itself even if it is NaN
-    names = (name for name in [*now, *before] if [before.get(name, ABSENT)] != [now.get(name, ABSENT)])
-    return next(names, None)

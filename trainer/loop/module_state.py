@@ -4,7 +4,7 @@ import copy
 import pickle
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from operator import is_
@@ -121,6 +121,13 @@ def outline_of(value: Any, most: int = _LARGEST_OUTLINED) -> Any:
         return value.tobytes()
     held = {} if isinstance(value, _HOLDS_NOTHING) else getattr(value, "__dict__", {})
     return id(value), {name: item for name, item in held.items() if is_plain(item)}
+
+
+def first_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Returns the first name whose value differs between two outlines, or None."""
+    # compares lists, because list comparison treats an object as equal to itself even if it is NaN
+    names = (name for name in [*now, *before] if [before.get(name, ABSENT)] != [now.get(name, ABSENT)])
+    return next(names, None)
 
 
 class References:
