@@ -248,8 +248,20 @@ def test_a_rank_out_of_memory_continues_alone(tmp_path, cache_dir):
 
 
 @on_simulated_gpus()
+def test_a_signature_is_captured_at_its_second_occurrence_only():
+    pool, captured = GraphPool(torch.device("cuda", 0), most=2), []
+    for key in "aabbccabcabc":
+        if key not in pool and pool.is_wanted(key):
+            pool[key] = key.upper()
+            captured.append(key)
+    assert captured == ["a", "b"] and len(pool) == 2
+    pool.clear()
+    assert all(pool.is_wanted(key) for key in "abc")
+
+
+@on_simulated_gpus()
 def test_a_capture_that_raises_frees_its_memory():
-    pool = GraphPool(torch.device("cuda", 0))
+    pool = GraphPool(torch.device("cuda", 0), most=1)
     torch.ones(1, device="cuda")
     before = GPUS.memory_in_use()
 

@@ -27,10 +27,10 @@ def test_graphs_of_several_seeds_train_bit_identically(tmp_path, cache_dir):
     """Each seed has its own process, which is forked here so that it has simulated GPUs."""
     capture, get_context, note = GraphPool.capture, multiprocessing.get_context, tmp_path / "note"
 
-    def noted(self, function):
+    def noted(self, *arguments):
         with note.open("a") as file:
             file.write(f"{os.getpid()}\n")
-        return capture(self, function)
+        return capture(self, *arguments)
 
     GraphPool.capture = noted
     multiprocessing.get_context = lambda method=None: get_context("fork")
@@ -68,14 +68,14 @@ def test_a_signal_during_a_capture_stops_the_run_after_the_step(number, tmp_path
     """The captures are, in order: forward and backward, the update, and the forward pass of an evaluation."""
     capture, num_captures = GraphPool.capture, []
 
-    def interrupted(self, function):
+    def interrupted(self, function, *tensors):
         def work():
             num_captures.append(number)
             if len(num_captures) == number:
                 os.kill(os.getpid(), signal.SIGTERM)
             return function()
 
-        return capture(self, work)
+        return capture(self, work, *tensors)
 
     GraphPool.capture = interrupted
     run(cache_dir, *LONGER, *CUDA, "--save-dir", tmp_path / "eager")

@@ -1,11 +1,11 @@
-"""Captures the kernels of a function as a CUDA graph."""
+"""Captures the kernels of a function as a CUDA graph, and replays the graph."""
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
-from weakref import WeakSet, ref
+from typing import Any, NamedTuple, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -13,9 +13,10 @@ from torch import Tensor
 from trainer.common.torch_private import TorchDispatchMode, end_allocating, tree_flatten
 from trainer.loading.batches import Batch
 from trainer.loop.obstacles import CannotBeCaptured
+from trainer.task import Outputs, PerSample
 
 T = TypeVar("T")
-R = TypeVar("R")
+Values = Mapping[str, Tensor]
 
 SUMMATIONS = 8
 """Tolerance of a comparison, as a multiple of the largest difference between runs that should be equal."""
@@ -26,34 +27,119 @@ _INVALID: list[torch.cuda.CUDAGraph] = []
 """Graphs of captures that CUDA invalidated; never freed, because PyTorch's allocators may still query them."""
 
 
-class GraphPool:
-    """Captures CUDA graphs, which share one stream and one memory pool: a replay may overwrite other graphs' results.
+class Packed:
+    """Outputs of an objective, concatenated by dtype, so that one kernel copies all tensors of a dtype."""
 
-    All graphs of a pool must be dropped together, because they also share cuBLAS workspaces (see `GraphCache`).
+    def __init__(self, outputs: Outputs) -> None:
+        values, by_type = tensors_of(outputs), dict[torch.dtype, list[str]]()
+        for name, value in values.items():
+            by_type.setdefault(value.dtype, []).append(name)
+        self._per_sample = {name for name, value in outputs.items() if isinstance(value, PerSample)}
+        self._shapes = {name: value.shape for name, value in values.items()}
+        self.parts = [
+            (names, torch.cat([values[name].detach().reshape(-1) for name in names])) for names in by_type.values()
+        ]
+
+    def after(self, replay: Callable[[], None]) -> dict[str, Any]:
+        """Calls `replay` and returns copies of the outputs, in memory that no graph writes to.
+
+        Allocates the copies first, so that torch.OutOfMemoryError is raised only before the replay.
+        """
+        copies = [torch.empty_like(part) for _, part in self.parts]
+        replay()
+        found: dict[str, Tensor] = {}
+        for (names, part), copy in zip(self.parts, copies, strict=True):
+            sizes = [self._shapes[name].numel() for name in names]
+            found.update(zip(names, copy.copy_(part).split(sizes), strict=True))
+        views = {name: found[name].view(shape) for name, shape in self._shapes.items()}
+        return {name: PerSample(view) if name in self._per_sample else view for name, view in views.items()}
+
+
+def tensors_of(outputs: Outputs) -> dict[str, Tensor]:
+    """Returns the tensors of outputs by name, without their `PerSample` wrappers."""
+    return {name: value.values if isinstance(value, PerSample) else value for name, value in outputs.items()}
+
+
+class CapturedGraph(NamedTuple):
+    """CUDA graph with its tensors. inputs: tensors to fill before a replay. results: tensors that a replay writes.
+
+    reads: other tensors that a replay reads, which must stay alive. present: whether each parameter has a gradient
+    after the replay of a backward pass.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+    graph: torch.cuda.CUDAGraph
+    inputs: Mapping[str, Tensor]
+    results: Packed
+    reads: Sequence[Tensor] = ()
+    present: tuple[bool, ...] = ()
 
-    def capture(self, function: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Captures a call of the function without computing anything; returns the graph and the call's result.
+    def fill(self, batch: Batch) -> None:
+        """Copies a batch of the captured signature from host memory to the inputs, asynchronously."""
+        for name, tensor in batch.items():
+            self.inputs[name].copy_(tensor, non_blocking=True)
+
+    def replay(self) -> dict[str, Any]:
+        """Replays the graph; returns copies of its results. Any torch.OutOfMemoryError is raised before the replay."""
+        return self.results.after(self.graph.replay)
+
+
+def signature(batch: Batch) -> tuple[Any, ...]:
+    """Returns a batch's names, shapes, strides and dtypes, which are equal in all replays of a graph."""
+    return tuple((name, tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in batch.items())
+
+
+class GraphPool(dict[Any, CapturedGraph]):
+    """Maps input signatures to CUDA graphs, which share one stream and one memory pool.
+
+    A replay may overwrite other graphs' results. Only `clear` drops graphs, because freeing one graph also frees the
+    cuBLAS workspace of the other graphs of its stream (https://github.com/pytorch/pytorch/issues/193402).
+
+    most: maximum number of graphs; further signatures run eagerly. least_free: fraction of the device's memory that
+    must be free to capture further graphs; 0 skips this check.
+    """
+
+    def __init__(self, device: torch.device, most: int, least_free: float = 0.0) -> None:
+        super().__init__()
+        self.device, self._most, self._least_free = device, most, least_free
+        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._seen: set[Any] = set()
+        self._left_out: set[Any] = set()
+
+    def is_wanted(self, key: Any) -> bool:
+        """Returns whether to capture a graph for a signature; False at the first occurrence, which loads kernels."""
+        is_new = key not in self._seen
+        self._seen.add(key)
+        if is_new or key in self._left_out or len(self) >= self._most:
+            return False
+        if self._least_free and self._is_memory_short():
+            self._left_out.add(key)
+        return key not in self._left_out
+
+    def _is_memory_short(self) -> bool:
+        """Returns whether free memory is short; empties PyTorch's cache if it reserves more memory than is free."""
+        if torch.cuda.mem_get_info(self.device)[0] < torch.cuda.memory_reserved(self.device):
+            torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return bool(self) and free < self._least_free * total
+
+    def capture(
+        self, function: Callable[[], Packed], inputs: Mapping[str, Tensor] = {}, reads: Sequence[Tensor] = ()
+    ) -> CapturedGraph:
+        """Captures a call of the function without computing anything. inputs, reads: entries of the returned graph.
 
         Raises the function's exceptions, and RuntimeError for operations that cannot be captured. The caller must
         then drop earlier graphs, which no longer draw from the device's random number generator.
         """
-        graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self._device.index]
+        graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self.device.index]
         before = generator.clone_state()
-        if not self._graphs:  # PyTorch rejects a pool whose graphs have all been freed
+        if not self:  # PyTorch rejects a pool whose graphs have all been freed
             self._pool = torch.cuda.graph_pool_handle()
         has_ended = False
         try:
-            with torch.cuda.device(self._device), self.launching(), _without_collecting():
+            with torch.cuda.device(self.device), self.launching(), _without_collecting():
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    result = function()
+                    results = function()
                 except BaseException:
                     with suppress(RuntimeError):
                         graph.capture_end()
@@ -63,12 +149,11 @@ class GraphPool:
         except BaseException:
             generator.graphsafe_set_state(before)  # a generator state used in a failed capture stays in capture mode
             if not has_ended:
-                end_allocating(self._device, self._pool)
+                end_allocating(self.device, self._pool)
                 _INVALID.append(graph)
             self._pool = torch.cuda.graph_pool_handle()
             raise
-        self._graphs.add(graph)
-        return graph, result
+        return CapturedGraph(graph, inputs, results, reads)
 
     @contextmanager
     def launching(self) -> Iterator[None]:
@@ -76,7 +161,7 @@ class GraphPool:
 
         Training also runs in this context, because autograd accumulates gradients on the stream of the first forward.
         """
-        usual = torch.cuda.current_stream(self._device)
+        usual = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(usual)
         try:
             with torch.cuda.stream(self._stream):
@@ -92,42 +177,26 @@ def rehearse(function: Callable[[], T]) -> tuple[T, list[Tensor]]:
     function again if it keeps a new tensor outside the result, or copies from pinned memory that it allocates; raises
     CannotBeCaptured if the second run does so too.
     """
-    result, reads, problem = _rehearse_once(function)
-    if problem:  # perhaps of a tensor that only the first call creates
-        result, reads, problem = _rehearse_once(function)
-    if problem:
-        raise CannotBeCaptured(f"the captured code {problem}")
-    return result, reads
-
-
-def _rehearse_once(function: Callable[[], T]) -> tuple[T, list[Tensor], str]:
-    """Runs a function once; returns its result, the tensors that it reads, and why replays would be wrong, or ""."""
-    # single-threaded autograd, because the dispatch mode sees only operators of this thread
-    with _refusing_waits(), torch.autograd.set_multithreading_enabled(False), _Reads() as reads:
-        result = function()
-    keeps = reads.kept(result)
-    if keeps:
-        gc.collect()
-        keeps = reads.kept(result)
-    # `reads.found` also contains temporaries of compiled code; clearing it frees them at once.
-    found = [ref(tensor) for tensor in reads.found.values()]
-    reads.found.clear()
-    problem = f"keeps a tensor of shape {keeps[0]}, which replays would overwrite" if keeps else ""
-    if reads.uploads:
-        problem = f"copies a tensor of shape {reads.uploads[0]} from pinned memory, which may be reused before a replay"
-    return result, [tensor for each in found if (tensor := each()) is not None], problem
+    for _ in range(2):  # perhaps only the first call creates a tensor that remains
+        # single-threaded autograd, because the dispatch mode sees only operators of this thread
+        with _refusing_waits(), torch.autograd.set_multithreading_enabled(False), _Reads() as reads:
+            result = function()
+        problem = reads.problem(result)
+        # `reads.found` also contains temporaries of compiled code; clearing it frees them at once.
+        found = [ref(tensor) for tensor in reads.found.values()]
+        reads.found.clear()
+        if problem is None:
+            return result, [tensor for each in found if (tensor := each()) is not None]
+    raise CannotBeCaptured(f"the captured code {problem}")
 
 
 class _Reads(TorchDispatchMode):
-    """Collects the tensors that operators read but did not create.
-
-    found: maps a memory address to its tensor. uploads: shapes of pinned tensors that operators created and copied.
-    """
+    """Collects the tensors that operators read but did not create. found: maps a memory address to its tensor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[int, Tensor] = {}
-        self.uploads: list[tuple[int, ...]] = []
+        self._pinned: list[tuple[int, ...]] = []  # shapes of pinned tensors that operators created and copied
         self._made: set[int] = set()
         self._outputs: list[ref[Tensor]] = []
 
@@ -144,7 +213,7 @@ class _Reads(TorchDispatchMode):
             if memory not in self._made:
                 self.found[memory] = tensor
             elif not tensor.is_cuda and tensor.is_pinned():
-                self.uploads.append(tuple(tensor.shape))
+                self._pinned.append(tuple(tensor.shape))
         result = func(*args, **(kwargs or {}))
         for tensor in _strided(result):
             memory = tensor.untyped_storage().data_ptr()
@@ -153,7 +222,17 @@ class _Reads(TorchDispatchMode):
             self._made.add(memory)
         return result
 
-    def kept(self, result: Any) -> list[tuple[int, ...]]:
+    def problem(self, result: Any) -> str | None:
+        """Returns why replays would be wrong, or None. result: what the rehearsed function returned."""
+        kept = self._kept(result)
+        if kept:
+            gc.collect()
+            kept = self._kept(result)
+        if self._pinned:
+            return f"copies a tensor of shape {self._pinned[0]} from pinned memory, which may be reused before a replay"
+        return f"keeps a tensor of shape {kept[0]}, which replays would overwrite" if kept else None
+
+    def _kept(self, result: Any) -> list[tuple[int, ...]]:
         """Returns the shapes of tensors that operators created and that still exist outside of the result."""
         own = {each.untyped_storage().data_ptr() for each in _strided(getattr(result, "parts", result))}
         there = [tensor for each in self._outputs if (tensor := each()) is not None]
@@ -189,74 +268,12 @@ def _without_collecting() -> Iterator[None]:
             gc.enable()
 
 
-class GraphCache(dict[Any, R]):
-    """Maps input signatures to at most `most` graphs; further signatures run eagerly.
-
-    Only `clear` drops graphs, because freeing one graph also frees the cuBLAS workspace of the other graphs of its
-    stream (https://github.com/pytorch/pytorch/issues/193402). left_out: signatures for which no graph is captured,
-    because memory was short.
-    """
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self._most = most
-        self._seen: set[Any] = set()
-        self.left_out: set[Any] = set()
-
-    def is_wanted(self, key: Any) -> bool:
-        """Returns whether to capture a graph for a signature; False at the first occurrence, which loads kernels."""
-        is_new = key not in self._seen
-        self._seen.add(key)
-        return not is_new and key not in self.left_out and len(self) < self._most
-
-
-def signature(batch: Batch) -> tuple[Any, ...]:
-    """Returns a batch's names, shapes, strides and dtypes, which are equal in all replays of a graph."""
-    return tuple((name, tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in batch.items())
-
-
-def fill(inputs: Mapping[str, Tensor], batch: Batch) -> None:
-    """Copies a batch from host memory to the inputs of a graph of the same signature, asynchronously."""
-    for name, tensor in batch.items():
-        inputs[name].copy_(tensor, non_blocking=True)
-
-
-class Packed:
-    """Tensors concatenated by dtype, so that one kernel copies all tensors of a dtype."""
-
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        by_type: dict[torch.dtype, list[str]] = {}
-        for name, value in values.items():
-            by_type.setdefault(value.dtype, []).append(name)
-        self._shapes = {name: value.shape for name, value in values.items()}
-        self.parts = [
-            (names, torch.cat([values[name].detach().reshape(-1) for name in names])) for names in by_type.values()
-        ]
-
-    def after(self, replay: Callable[[], None]) -> dict[str, Tensor]:
-        """Calls `replay` and returns copies of the tensors by name, in memory that no graph writes to.
-
-        Allocates the copies first, so that torch.OutOfMemoryError is raised only before the replay.
-        """
-        copies = [torch.empty_like(part) for _, part in self.parts]
-        replay()
-        found: dict[str, Tensor] = {}
-        for (names, part), copy in zip(self.parts, copies, strict=True):
-            sizes = [self._shapes[name].numel() for name in names]
-            found.update(zip(names, copy.copy_(part).split(sizes), strict=True))
-        return {name: found[name].view(shape) for name, shape in self._shapes.items()}
-
-
 def difference(
-    expected: Mapping[str, Tensor],
-    found: Mapping[str, Tensor],
-    replayed: Callable[[], Mapping[str, Tensor]],
-    eager: Callable[[], Mapping[str, Tensor]],
-    rounding: float,
+    expected: Values, found: Values, replay: Callable[[], Values], run_eagerly: Callable[[], Values], rounding: float
 ) -> str | None:
     """Returns the name of a value that differs from the expected value beyond rounding, or None.
 
-    replayed, eager: replay the graph or run eagerly from the same state again, and return the values. The tolerance
+    replay, run_eagerly: replay the graph or run eagerly from the same state again, and return the values. The tolerance
     grows with the difference between replays and between eager runs, which comes from nondeterministic sums. An
     outdated number that the capture stored does not raise the tolerance, because it is equal in all replays. rounding:
     maximum tolerance, relative to a tensor's largest absolute value.
@@ -266,15 +283,14 @@ def difference(
     unequal = [name for name, value in expected.items() if not _is_same(value, found[name])]
     if not unequal:
         return None
-    runs = [(found, replayed)] * REPLAYS
+    runs = [(found, replay)] * REPLAYS
     if not torch.are_deterministic_algorithms_enabled():
-        runs.append((expected, eager))
+        runs.append((expected, run_eagerly))
     noise = {name: _largest_difference(expected[name], expected[name]) for name in unequal}
     for usual, run in runs:
         other = run()
-        noise = {
-            name: torch.maximum(most, _largest_difference(usual[name], other[name])) for name, most in noise.items()
-        }
+        for name in unequal:
+            noise[name] = torch.maximum(noise[name], _largest_difference(usual[name], other[name]))
     for name, most in noise.items():
         size = _numbers(expected[name]).nan_to_num(0, 0, 0).abs().max()
         if not _largest_difference(expected[name], found[name]) <= torch.minimum(most * SUMMATIONS, rounding * size):

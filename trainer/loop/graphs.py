@@ -9,17 +9,17 @@ results are bit-identical to eager results. Work that cannot be captured runs ea
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from trainer.loading.batches import Batch, WeightedBatch
-from trainer.loop.capture import GraphCache, GraphPool, Packed, difference, fill, rehearse, signature
+from trainer.loop.capture import CapturedGraph, GraphPool, Packed, difference, rehearse, signature
 from trainer.loop.captured_forwards import CapturedForwards
 from trainer.loop.learner import Learner
 from trainer.loop.memory import OUT_OF_MEMORY, free_memory, lacks_memory
@@ -54,24 +54,6 @@ _OF_STEP = {"params", "lr"}
 """Parameter group entries that may change without making a graph invalid."""
 LEAST_GAIN = 1.1
 """Speed-up below which `--cuda-graphs auto` drops a graph."""
-
-
-class CapturedGraph(NamedTuple):
-    """Captured CUDA graph. inputs: tensors to fill before a replay. results: tensors that the graph writes.
-
-    present: whether each parameter has a gradient after a replay. reads: other tensors that the graph reads,
-    which must stay alive.
-    """
-
-    graph: torch.cuda.CUDAGraph
-    inputs: Mapping[str, Tensor]
-    results: Packed
-    present: tuple[bool, ...]
-    reads: Sequence[Tensor] = ()
-
-    def replayed(self) -> dict[str, Tensor]:
-        """Replays the graph; returns copies of its results. Any torch.OutOfMemoryError is raised before the replay."""
-        return self.results.after(self.graph.replay)
 
 
 class Gradients:
@@ -156,12 +138,9 @@ class GraphedLearner(Learner, Watch):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._pool = GraphPool(self.strategy.device)
-        self._graphs: GraphCache[CapturedGraph] = GraphCache(MOST_GRAPHS)
+        self._graphs = GraphPool(self.strategy.device, MOST_GRAPHS, LEAST_FREE)
         self._factor = torch.zeros((), dtype=torch.float64, device=self.strategy.device)
         self._forwards = CapturedForwards(self.objective, self.strategy)
-        self._held_in_evaluation: dict[str, Any] = {}
-        self._captures_evaluation = False
 
     # --- as an observer ----------------------------------------------------------------------------------------------
 
@@ -216,7 +195,7 @@ class GraphedLearner(Learner, Watch):
 
     def launching(self) -> AbstractContextManager[None]:
         gc.collect()  # frees tensors of forwards that ran on another stream
-        return self._pool.launching()
+        return self._graphs.launching()
 
     def release(self) -> bool:
         had_graphs = bool(self._graphs)
@@ -248,7 +227,7 @@ class GraphedLearner(Learner, Watch):
             return {name: value.detach() for name, value in sums.items()}
 
         is_trusted = self._due.isdisjoint((key, phase))
-        if micro_batch.num_samples == 0 or (captured is None and not self._is_wanted(key)):
+        if micro_batch.num_samples == 0 or (captured is None and not self._graphs.is_wanted(key)):
             sums = run_eagerly()
         elif captured is None or not is_trusted:
             sums = self._accumulate_and_compare(key, phase, gradients, micro_batch, factor, run_eagerly)
@@ -270,9 +249,9 @@ class GraphedLearner(Learner, Watch):
         return sums
 
     def _replayed(self, captured: CapturedGraph, micro_batch: WeightedBatch, factor: float) -> Sums:
-        fill(captured.inputs, micro_batch.batch)
+        captured.fill(micro_batch.batch)
         self._factor.fill_(factor)
-        return captured.replayed()
+        return captured.replay()
 
     def _accumulate_and_compare(
         self,
@@ -355,8 +334,7 @@ class GraphedLearner(Learner, Watch):
         before.restore()
         _, reads = rehearse(work)
         before.restore()
-        graph, results = self._pool.capture(work)
-        return CapturedGraph(graph, inputs, results, gradients.present, reads)
+        return self._graphs.capture(work, inputs, reads)._replace(present=gradients.present)
 
     def _forward_and_backward(self, phase: str, gradients: Gradients, inputs: Batch) -> Sums:
         outputs = self.enter(phase)(inputs, phase)
@@ -364,18 +342,6 @@ class GraphedLearner(Learner, Watch):
         self.precision.backward(outputs["loss"], self._factor)
         gradients.collect()
         return outputs
-
-    def _is_wanted(self, key: Key) -> bool:
-        """Returns whether to capture a graph for a signature; may empty PyTorch's cache."""
-        if not self._graphs.is_wanted(key):
-            return False
-        if torch.cuda.mem_get_info(self.strategy.device)[0] < torch.cuda.memory_reserved(self.strategy.device):
-            torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self.strategy.device)
-        if self._graphs and free < LEAST_FREE * total:
-            self._graphs.left_out.add(key)
-            return False
-        return True
 
     def _timed(self, function: Callable[[], Sums]) -> tuple[Sums, float]:
         torch.cuda.synchronize(self.strategy.device)
@@ -394,16 +360,10 @@ class GraphedLearner(Learner, Watch):
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
     def begin_evaluation(self) -> None:
-        """Drops all graphs if a model tensor or attribute was replaced since the last evaluation; this one is eager."""
-        held = outline(self.objective)
-        is_same = held == self._held_in_evaluation
-        if not is_same:
-            self._forwards.clear()
-        self._held_in_evaluation = held
-        self._captures_evaluation = is_same and obstacle_to_forwards(self.objective, self.strategy) is None
+        self._forwards.begin()
 
     def evaluate(self, net: nn.Module, batch: Batch) -> Outputs:
-        outputs = self._attempt(lambda: self._evaluated(net, batch)) if self._captures_evaluation else None
+        outputs = self._attempt(lambda: self._evaluated(net, batch)) if self._forwards.is_active else None
         return outputs if outputs is not None else super().evaluate(net, batch)
 
     def _evaluated(self, net: nn.Module, batch: Batch) -> Outputs:
@@ -425,7 +385,12 @@ class GraphedLearner(Learner, Watch):
             gradients.collect()
         key = "update", phase, gradients.present
         captured = self._graphs.get(key)
-        if captured is None and any(gradients.present) and not self._obstacle_of_update(phase) and self._is_wanted(key):
+        if (
+            captured is None
+            and any(gradients.present)
+            and not self._obstacle_of_update(phase)
+            and self._graphs.is_wanted(key)
+        ):
             captured = self._capture_update(key, phase, gradients, global_norm)
         if captured is None:
             gradients.attach()
@@ -440,7 +405,7 @@ class GraphedLearner(Learner, Watch):
             group["lr"] = self.precision.rate(learning_rate * group.get("lr_scale", 1.0))
             rate.fill_(group["lr"])
         del captured
-        results = self._attempt(lambda: self._graphs[key].replayed())
+        results = self._attempt(lambda: self._graphs[key].replay())
         if results is None:
             gradients.attach()
             return super().update(phase, learning_rate, global_norm)
@@ -459,7 +424,7 @@ class GraphedLearner(Learner, Watch):
             rates = self._rates.setdefault(phase, [torch.zeros((), device=self.strategy.device) for _ in groups])
             for group, rate in zip(groups, rates, strict=True):
                 group |= {"lr": rate} | ({"capturable": True} if "capturable" in group else {})
-            graph, results = self._pool.capture(lambda: Packed(self.apply_gradients(phase, global_norm)._asdict()))
+            captured = self._graphs.capture(lambda: Packed(self.apply_gradients(phase, global_norm)._asdict()))
         except Exception as error:
             self.precision.forget_unscaling()
             problem = self._problems_of_updates[phase] = explain(error)
@@ -470,7 +435,7 @@ class GraphedLearner(Learner, Watch):
             for group, own in zip(groups, before, strict=True):
                 group.update(own)
             gradients.flat.attach(present)
-        captured = self._graphs[key] = CapturedGraph(graph, {}, results, present)
+        self._graphs[key] = captured
         return captured
 
     def _groups(self, phase: str) -> list[dict[str, Any]]:
