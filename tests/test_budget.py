@@ -12,7 +12,7 @@ LINES_AND_FILES = {
     "failure": (677, 4),
     "loading": (1809, 11),
     "logs": (794, 6),
-    "loop": (6610, 30),
+    "loop": (6648, 32),
     "parallel": (3085, 14),
     "trainer": (2915, 8),
 }

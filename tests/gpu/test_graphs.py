@@ -11,6 +11,7 @@ from tests.gpu.test_training import HELPERS, POISONED
 from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
 from trainer.loop import blocks, graphs, obstacles
 from trainer.loop.capture import GraphPool, Packed
+from trainer.loop.captured_steps import Passes, Snapshot
 from trainer.loop.graphs import GraphedLearner
 from trainer.loop.memory import free_memory
 
@@ -196,14 +197,14 @@ def test_ranks_train_bit_identically(tmp_path, cache_dir):
 
 @on_simulated_gpus(2)
 def test_a_rank_that_alone_runs_eagerly_is_named(tmp_path, cache_dir):
-    capture = GraphedLearner._capture
+    capture = Passes.capture
 
     def failing(self, *arguments):
         if self.strategy.group.rank == 1:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return capture(self, *arguments)
 
-    GraphedLearner._capture = failing
+    Passes.capture = failing
     run_on_ranks(tmp_path, cache_dir, *LONGER, *GRAPHS)
     assert told() == ["Rank 1: CUDA graphs: steps run without a graph: no memory for a graph."]
 
@@ -279,8 +280,8 @@ def test_a_capture_that_raises_frees_its_memory():
 @pytest.mark.slow
 @on_simulated_gpus(may_wait=True)
 def test_out_of_memory_in_a_capture_leaves_no_trace(tmp_path, cache_dir):
-    for method in ("_snapshot", "_capture", "_named", "_capture_update"):
-        function = getattr(GraphedLearner, method)
+    for owner, name in ((Snapshot, "__init__"), (Passes, "capture"), (Passes, "results"), (graphs, "capture_update")):
+        function = getattr(owner, name)
 
         def lacking(*args, function=function):
             GPUS.limit_memory(GPUS.memory_in_use())
@@ -289,9 +290,9 @@ def test_out_of_memory_in_a_capture_leaves_no_trace(tmp_path, cache_dir):
             finally:
                 GPUS.limit_memory(2**34)
 
-        setattr(GraphedLearner, method, lacking)
-        learns_the_same(tmp_path / method, cache_dir, *LONGER, "--amp", "fp16")
-        setattr(GraphedLearner, method, function)
+        setattr(owner, name, lacking)
+        learns_the_same(tmp_path / f"{owner.__name__}.{name}", cache_dir, *LONGER, "--amp", "fp16")
+        setattr(owner, name, function)
     assert GPUS.printed().count("without a graph: no memory for a graph.") == 4
 
 

@@ -14,9 +14,8 @@ from tests.gpu.test_graphs import GRAPHS, LONGER, told
 from tests.gpu.test_ranks import run_on_ranks
 from tests.gpu.test_training import POISONED
 from tests.helpers.simulated_gpu import GPUS, on_simulated_gpus
-from trainer.loop import progress
+from trainer.loop import captured_steps, progress
 from trainer.loop.capture import GraphPool
-from trainer.loop.graphs import GraphedLearner
 from trainer.loop.progress import Progress
 
 CUDA = ["--device", "cuda", "--deterministic", "--ema-decay", 0.9]
@@ -98,8 +97,8 @@ def test_synchronised_batch_norm_runs_eagerly(tmp_path, cache_dir):
 
 @on_simulated_gpus()
 def test_graphs_that_save_no_time_are_dropped(tmp_path, cache_dir):
-    timed = GraphedLearner._timed
-    GraphedLearner._timed = lambda self, function: (timed(self, function)[0], 1e-3)
+    timed = captured_steps.timed
+    captured_steps.timed = lambda function, device: (timed(function, device)[0], 1e-3)
     run(cache_dir, *LONGER, *CUDA, "--cuda-graphs", "auto", "--save-dir", tmp_path / "slow")
     (line,) = told()
     assert line.endswith("without a graph: the speed-up of graphs is below 1.1.")
