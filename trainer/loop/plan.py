@@ -230,13 +230,15 @@ class Plan:
     def steps_done(self, position: Position) -> int:
         """Returns the number of optimizer steps up to a position, as if all steps used the current batch size."""
         order = self.orders[0 if self.turns else position.phase]
-        steps = position.epoch * self.steps_per_epoch + order.steps_before(position.epoch, position.samples)
+        own_steps = order.steps_before(position.epoch, position.samples)
+        steps = position.epoch * self.steps_per_epoch + own_steps
         if not self.turns:
             return steps + sum(order.num_steps for order in self.orders[: position.phase])
-        is_between_rounds = position.phase == position.turn == 0
-        num_rounds = -(-order.steps_before(position.epoch, position.samples) // self.turns[0]) - (not is_between_rounds)
-        in_this_round = sum(self.turns[1 : position.phase]) + (position.turn if position.phase > 0 else 0)
-        return steps + num_rounds * sum(self.turns[1:]) + in_this_round
+        # Adds the other phases' turns of all rounds begun, then subtracts their steps left in the current round.
+        steps += -(-own_steps // self.turns[0]) * sum(self.turns[1:])
+        if position.phase > 0:
+            return steps - sum(self.turns[position.phase :]) + position.turn
+        return steps - sum(self.turns[1:]) if position.turn > 0 else steps
 
     def rest_of_epoch(self, position: Position, num_done: int) -> Iterator[PlannedStep]:
         """Yields the remaining steps of the current epoch, up to the end of the run.
@@ -271,21 +273,20 @@ class Plan:
         """
         first, phase, turn = self.orders[0], position.phase, position.turn
         others = position.others or ((0, 0),) * (len(self.orders) - 1)
-        consumed = [(position.epoch, position.samples), *others]
-        while phase > 0 or consumed[0][1] < first.size:
-            order, (epoch, samples) = self.orders[phase], consumed[phase]
+        used = [(position.epoch, position.samples), *others]  # of each phase: passes over its data, samples in this one
+        while phase > 0 or used[0][1] < first.size:
+            stepped, order, (epoch, samples) = phase, self.orders[phase], used[phase]
             if samples >= order.size:
                 epoch, samples = epoch + 1, 0
             start, end = next(order.bounds(epoch, samples))
-            consumed[phase] = epoch, end
+            used[phase] = epoch, end
             turn += 1
-            is_over = turn == self.turns[phase] or (phase == 0 and end == first.size)
-            following, turn = ((phase + 1) % len(self.orders), 0) if is_over else (phase, turn)
-            after = Position(position.epoch, following, consumed[0][1], turn, tuple(consumed[1:]))
-            middle = (start + end) // 2 if phase == 0 else after.samples - (first.global_batch_size + 1) // 2
-            progress = self.epochs_done(Position(position.epoch, samples=max(middle, 0)))
-            yield PlannedStep(phase, epoch, start, end, after, progress)
-            phase = following
+            if turn == self.turns[phase] or (phase == 0 and end == first.size):
+                phase, turn = (phase + 1) % len(self.orders), 0
+            after = Position(position.epoch, phase, used[0][1], turn, tuple(used[1:]))
+            middle = (start + end) // 2 if stepped == 0 else after.samples - (first.global_batch_size + 1) // 2
+            progress = position.epoch + max(middle, 0) / self.samples_per_epoch
+            yield PlannedStep(stepped, epoch, start, end, after, progress)
 
 
 @dataclass(frozen=True)
