@@ -5,7 +5,7 @@ depend on the number of devices and on the samples per forward pass.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -29,14 +29,18 @@ SHARE_OF_START, LEAST_S = 0.04, 0.07
 MEAN, PERHAPS = (0.85, 1.15), (0.6, 1.9)
 """Ranges of (parts' sum) / (`NUM_PARTS` * batch's sum) that show a mean, or suggest a mean in a random forward."""
 NUM_SEEDS, MOST_S = 16, 0.5
-SEEDS = range(2, 2 + NUM_SEEDS), range(2 + NUM_SEEDS, 2 + 2 * NUM_SEEDS)
-"""Seeds for a batch and for its parts; sums of random forwards are added over them if `MOST_S` seconds suffice."""
+SEEDS_OF_WHOLE, SEEDS_OF_PARTS = range(2, 2 + NUM_SEEDS), range(2 + NUM_SEEDS, 2 + 2 * NUM_SEEDS)
+"""Sums of random forwards are added over these seeds if `MOST_S` seconds suffice."""
 CLOSE = {torch.float64: 1e-8, torch.float32: 1e-3}
 CLOSE_IN_HALVES = 5e-2
 """Tolerances of sums, relative to their largest value: by parameter dtype, and for autocast and half precision."""
 ADVICE = (
     "return sums over the samples, with reduction='sum'; multiply a number that is not a sum over samples, such as a "
     "penalty, by batch['weight'].sum()"
+)
+ADVICE_IF_COUPLED = (
+    f"if it is not a sum over the samples, {ADVICE}; if it compares samples, write `outputs` and `joint_loss`; "
+    "see docs/own_task.md"
 )
 ON_ROWS = (
     "let a sample's number depend on this sample alone, not on the batch or its size; a loss that compares samples "
@@ -65,18 +69,18 @@ def check_sums(task: Task, learner: Learner, no_limit: bool = False, first_s: fl
         return remarks
     clock = _Clock(strategy.group, not no_limit, first_s)
     for index, phase in enumerate(task.phases):
-        where, dataset = forward_name(objective, phase), task.training_data(phase)
+        dataset = task.training_data(phase)
         learner.enter(phase)
         num_samples = min(NUM_ROWS if objective.is_joint else NUM_SAMPLES, len(dataset))
         batches = _batches(dataset, task.collate, num_samples, index, strategy)
-        remarks += _of_mode(where, learner, batches, clock, phase)
+        remarks += _of_mode(learner, phase, batches, clock)
     splits = task.splits()
     split = next(iter([*validation_sets(splits), "test"]))
     if split != "test" and objective.is_joint and task.monitor[0] == "val/loss":
         remarks.append(JOINT_MONITOR)
     if split in splits and not objective.is_joint:
         batches = _batches(splits[split], task.collate, min(NUM_SAMPLES, len(splits[split])), 0, strategy)
-        remarks += _of_mode(forward_name(objective, None), learner, batches, clock, None)
+        remarks += _of_mode(learner, None, batches, clock)
     return remarks
 
 
@@ -110,45 +114,44 @@ def _batches(
         yield {name: tensor.to(device) for name, tensor in gathered(dataset, collate, keys).items()}
 
 
-def _of_mode(where: str, learner: Learner, batches: Iterator[Batch], clock: _Clock, phase: str | None) -> list[str]:
+def _of_mode(learner: Learner, phase: str | None, batches: Iterator[Batch], clock: _Clock) -> list[str]:
     """Returns messages about the sums of a phase, or of the evaluation if phase is None."""
     first = next(batches, None) if clock.allows(2 * NUM_PARTS if phase is None else 1) else None
     if first is None:
         return []
-    objective, strategy = learner.objective, learner.strategy
-    modes = [(module, module.training) for module in objective.modules()]
+    objective, strategy, trains = learner.objective, learner.strategy, phase is not None
+    with leaving_no_trace(objective), strategy.keeping_generators(), torch.set_grad_enabled(trains):
+        objective.train(trains)
+        for module in objective.modules():
+            if isinstance(module, BATCH_NORMS):  # batch norm couples samples by design
+                module.eval()
+        if not trains:
+            start_evaluation(objective, learner.precision, strategy)
+        before = clock.spent()
+        parts = [_sums(learner, phase, first)]
+        clock.of_forward = clock.spent() - before
+        if not clock.allows(2 * NUM_PARTS - 1):  # counted in forwards of half the samples
+            return []
+        whole, other = batches
+        total = _sums(learner, phase, whole)
+        parts.append(_sums(learner, phase, other))
+        if objective.is_joint:
+            twice = _sums(learner, phase, _twice(whole))
+            return _joint_mean(forward_name(objective, phase), len(whole["weight"]), total, parts, twice)
+        return _compared(learner, phase, [whole, first, other], total, parts, clock)
 
-    def sums(batch: Batch, seed: int) -> dict[str, Tensor]:
-        strategy.seed_dropout(0, 0, 0, seed, 0, same_everywhere=True)
-        own = {name: tensor.clone() for name, tensor in batch.items()}  # a forward may change its batch
-        outputs = learner.net(own) if phase is None else learner.net(own, phase)
-        require_sums(outputs, objective, phase)
-        return {name: value.detach() for name, value in outputs.items() if isinstance(value, Tensor)}
 
-    try:
-        with leaving_no_trace(objective), strategy.keeping_generators(), torch.set_grad_enabled(phase is not None):
-            objective.train(phase is not None)
-            for module in objective.modules():
-                if isinstance(module, BATCH_NORMS):  # batch norm couples samples by design
-                    module.eval()
-            if phase is None:
-                start_evaluation(objective, learner.precision, strategy)
-            before = clock.spent()
-            parts = [sums(first, 0)]
-            clock.of_forward = clock.spent() - before
-            if not clock.allows(2 * NUM_PARTS - 1):  # counted in forwards of half the samples
-                return []
-            whole, other = batches
-            total = sums(whole, 0)
-            parts.append(sums(other, 0))
-            if objective.is_joint:
-                twice = {name: torch.cat([value, value]) for name, value in whole.items()}
-                return _joint_mean(where, len(whole["weight"]), total, parts, sums(twice, 0))
-            advice = ON_ROWS if objective.given_as else ADVICE
-            return _compared(where, advice, _closeness(learner), total, parts, [whole, first, other], sums, clock)
-    finally:
-        for module, mode in modes:
-            module.training = mode
+def _sums(learner: Learner, phase: str | None, batch: Batch, seed: int = 0) -> dict[str, Tensor]:
+    """Runs a forward pass and returns its sums. seed: seed of dropout and other random numbers."""
+    learner.strategy.seed_dropout(0, 0, 0, seed, 0, same_everywhere=True)
+    own = {name: tensor.clone() for name, tensor in batch.items()}  # a forward may change its batch
+    outputs = learner.net(own) if phase is None else learner.net(own, phase)
+    require_sums(outputs, learner.objective, phase)
+    return {name: value.detach() for name, value in outputs.items() if isinstance(value, Tensor)}
+
+
+def _twice(batch: Batch) -> Batch:
+    return {name: torch.cat([value, value]) for name, value in batch.items()}
 
 
 def _joint_mean(where: str, num_samples: int, whole: Sums, parts: Sequence[Sums], twice: Sums) -> list[str]:
@@ -164,54 +167,54 @@ def _joint_mean(where: str, num_samples: int, whole: Sums, parts: Sequence[Sums]
 
 
 def _compared(
-    where: str,
-    advice: str,
-    close: float,
-    whole: Sums,
-    parts: Sequence[Sums],
-    batches: Sequence[Batch],
-    sums: Callable[[Batch, int], Sums],
-    clock: _Clock,
+    learner: Learner, phase: str | None, batches: Sequence[Batch], whole: Sums, parts: Sequence[Sums], clock: _Clock
 ) -> list[str]:
     """Returns a message if the sums of a batch's parts do not add up to the sums of the batch.
 
-    batches: the whole batch and its parts.
+    batches: the whole batch and its parts. whole, parts: their sums. Raises UserError if a sum is a mean.
     """
-    num_samples = len(batches[0]["weight"])
+    where, num_samples = forward_name(learner.objective, phase), len(batches[0]["weight"])
     for part in parts:
         _require_same_shapes(where, whole, part, num_samples)
-    total = _added(parts)
+    total, close = _added(parts), _closeness(learner)
     differ = [name for name, value in whole.items() if _differs(value, total[name], close)]
-    found = _means(whole, total, PERHAPS)
-    if not differ and not found:
+    means = _means(whole, total, PERHAPS)
+    if not differ and not means:
         return []
-    for name, value in batches[1].items():
-        reread = batches[0][name][: len(value)]
-        if value.shape == reread.shape and ((value != reread) & (value == value)).any():  # NaN equals nothing
-            return [
-                f"{where}: {name!r} of the same samples differs when it is read again, so a resumed run does not learn "
-                "the same; let the data draw random numbers as section 2 of docs/own_task.md describes"
-            ]
-    again = sums(batches[0], 1)
-    if any(not torch.equal(value, again.get(name, value)) for name, value in whole.items()):  # the forward is random
-        if not found or not clock.allows(2 * NUM_PARTS * NUM_SEEDS, MOST_S):
+    if (changed := _reread_differently(*batches[:2])) is not None:
+        return [
+            f"{where}: {changed!r} of the same samples differs when it is read again, so a resumed run does not learn "
+            "the same; let the data draw random numbers as section 2 of docs/own_task.md describes"
+        ]
+    again = _sums(learner, phase, batches[0], seed=1)
+    if any(not torch.equal(value, again.get(name, value)) for name, value in whole.items()):
+        # Sums of a random forward differ by chance; only a mean still shows in sums over many seeds.
+        if not means or not clock.allows(2 * NUM_PARTS * NUM_SEEDS, MOST_S):
             return []
-        drawn = [_added([sums(batch, seed) for seed in SEEDS[i > 0]]) for i, batch in enumerate(batches)]
-        whole, total, differ = drawn[0], _added(drawn[1:]), []
-        found = _means(whole, total, MEAN)
-    elif found:  # a count may look like a mean by chance, but only a mean stays the same if all samples occur twice
-        twice = sums({name: torch.cat([value, value]) for name, value in batches[0].items()}, 0)
-        found = [name for name in _means(whole, total, MEAN) if name in _means(twice, total, MEAN)]
-    for name in [*found, *differ][:1]:
-        one, both = (f"{float(value[name].double().sum()):.5g}" for value in (whole, total))
-        account = f"{where}: {name!r} is {one} for {num_samples} samples, but {both} as the sum of {NUM_PARTS} halves"
-        if name in found:
-            raise UserError(f"{account}, as if it were a mean; {advice}")
-        if advice == ADVICE:
-            advice = f"if it is not a sum over the samples, {ADVICE}; if it compares samples, write `outputs` and "
-            advice += "`joint_loss`; see docs/own_task.md"
-        return [f"{account}, so results depend on --batch-size and the number of devices: {advice}."]
-    return []
+        whole = _added([_sums(learner, phase, batches[0], seed) for seed in SEEDS_OF_WHOLE])
+        total = _added([_sums(learner, phase, part, seed) for part in batches[1:] for seed in SEEDS_OF_PARTS])
+        means, differ = _means(whole, total, MEAN), []
+    elif means:  # a count may look like a mean by chance, but only a mean stays the same if all samples occur twice
+        twice = _sums(learner, phase, _twice(batches[0]))
+        means = [name for name in _means(whole, total, MEAN) if name in _means(twice, total, MEAN)]
+    if not means and not differ:
+        return []
+    name = [*means, *differ][0]
+    one, both = (f"{float(value[name].double().sum()):.5g}" for value in (whole, total))
+    account = f"{where}: {name!r} is {one} for {num_samples} samples, but {both} as the sum of {NUM_PARTS} halves"
+    advice, advice_on_mean = (ON_ROWS, ON_ROWS) if learner.objective.given_as else (ADVICE_IF_COUPLED, ADVICE)
+    if means:
+        raise UserError(f"{account}, as if it were a mean; {advice_on_mean}")
+    return [f"{account}, so results depend on --batch-size and the number of devices: {advice}."]
+
+
+def _reread_differently(whole: Batch, first: Batch) -> str | None:
+    """Returns the name of a tensor whose values for the same samples differ between the batch and its first half."""
+    for name, value in first.items():
+        again = whole[name][: len(value)]
+        if value.shape == again.shape and ((value != again) & (value == value)).any():  # NaN equals nothing
+            return name
+    return None
 
 
 def _require_same_shapes(where: str, whole: Sums, part: Sums, num_samples: int) -> None:

@@ -235,8 +235,9 @@ def leaving_no_trace(module: nn.Module) -> Iterator[Callable[[], list[Change]]]:
     """Context where forward passes change copies of a module's buffers and attributes; restores the originals on exit.
 
     Yields a function that returns all changes that forward passes have made so far. They change TorchScript buffers
-    directly; the values are restored on exit.
+    directly; the values are restored on exit. Exit also restores each submodule's mode (train or eval).
     """
+    modes = [(each, each.training) for each in module.modules()]
     scripted = _Scripted(module)
     state = WholeState(module)
     comparison = _Comparison(state)
@@ -246,6 +247,8 @@ def leaving_no_trace(module: nn.Module) -> Iterator[Callable[[], list[Change]]]:
     finally:
         state.write()
         scripted.put_back()
+        for each, mode in modes:
+            each.training = mode
 
 
 class _Scripted:

@@ -301,7 +301,6 @@ def _training_loss(model: nn.Module, batch: Any, loss: LossFunction | None) -> T
 def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Clears gradients and moves the model to the device; at the end restores the model and random generators."""
     home = _device_of(model)
-    modes = [(module, module.training) for module in model.modules()]
     gradients = [(p, p.grad) for p in model.parameters()]
     gpus = [each for each in {device, home} if each.type == "cuda"]
     try:
@@ -311,8 +310,6 @@ def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
             yield
     finally:
         model.to(home)
-        for module, mode in modes:
-            module.training = mode
         for parameter, gradient in gradients:
             parameter.grad = gradient
 
