@@ -25,6 +25,9 @@ from trainer.parallel.rows import ALIKE, in_global_order, kinds_of, refuse_coupl
 from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, Outputs, Rows, Sums
 
+Share = tuple[Sums, Rows, list[tuple[Tensor, Tensor]]]
+"""A joint loss's sums, its gradients with respect to outputs, by name, and (parameter, gradient) pairs."""
+
 
 def refuse_joint(objective: Objective, strategy: Strategy, compiles: bool) -> None:
     """Raises UserError if the objective has a joint loss and the run has an option that joint losses do not support."""
@@ -89,15 +92,16 @@ class JointLearner(Learner, Watch):
     ) -> Sums:
         """Runs a step's forward and backward passes; returns the sums over all ranks on rank 0, and zeros on others."""
         num_samples = [micro_batch.num_samples for micro_batch in window]
-        handing_on = partial(self._handing_on, phase, num_samples, factor, key)
+        shares_of = partial(self._shares, phase, num_samples, factor, key)
         try:
             if len(window) == 1:
-                self._forward.use = lambda rows: handing_on([rows])(rows)
+                self._forward.use = lambda rows: _with_gradients(rows, *shares_of([rows])[0])
             else:
                 self._forward.use, self._found = dict, []
                 super().accumulate_window(phase, window, factor, key)
                 found, self._found = self._found, None
-                self._forward.use = handing_on(found)
+                shares = iter(shares_of(found))
+                self._forward.use = lambda rows: _with_gradients(rows, *next(shares))
                 if self.buffers.is_active:
                     self.buffers.undo()
                     self.buffers.keep()
@@ -116,21 +120,15 @@ class JointLearner(Learner, Watch):
             self._found.append(net(batch, phase))
         return {}
 
-    def _handing_on(
-        self,
-        phase: str,
-        num_samples: Sequence[int],
-        factor: float,
-        key: tuple[int, ...],
-        parts: Sequence[Rows],
-    ) -> Callable[[Rows], Sums]:
-        """Returns a function that turns a micro-batch's outputs into sums with the joint loss's gradients.
+    def _shares(
+        self, phase: str, num_samples: list[int], factor: float, key: tuple[int, ...], outputs: Sequence[Rows]
+    ) -> list[Share]:
+        """Computes the joint loss, and returns each micro-batch's share of its sums and gradients.
 
-        parts: outputs of each micro-batch. num_samples: samples in each micro-batch, 0 for a placeholder batch. Only
-        the function's last call returns nonzero sums; its loss also backpropagates to the parameters that the joint
-        loss uses directly.
+        num_samples: samples in each micro-batch, 0 for a placeholder batch. outputs: of each micro-batch. Only the last
+        share has nonzero sums, and gradients of the parameters that the joint loss uses directly.
         """
-        counted = [part for part, num in zip(parts, num_samples, strict=True) if num] or parts[:1]
+        counted = [part for part, num in zip(outputs, num_samples, strict=True) if num] or outputs[:1]
         kinds = [kinds_of(part) for part in counted]
         if (other := next((kind for kind in kinds if kind != kinds[0]), None)) is not None:
             raise UserError(f"{type(self.objective).__name__}.outputs: returned {kinds[0]} and {other}; {ALIKE}")
@@ -143,19 +141,13 @@ class JointLearner(Learner, Watch):
         zeros = without_counting(sums)
         if not group.is_main:  # every rank computed the sums over all ranks
             sums, of_params = zeros, [(parameter, torch.zeros_like(value)) for parameter, value in of_params]
-        sizes, left = [num for num in num_samples if num], list(num_samples)
-        by_name = {name: iter(g[group.rank :: group.world_size].split(sizes)) for name, g in of_rows.items()}
+        own_rows = {name: value[group.rank :: group.world_size].split(num_samples) for name, value in of_rows.items()}
+        parts = [
+            {name: value[i] for name, value in own_rows.items()} if num else {} for i, num in enumerate(num_samples)
+        ]
+        return [*((zeros, part, []) for part in parts[:-1]), (sums, parts[-1], of_params)]
 
-        def of_forward(rows: Rows) -> Sums:
-            own = {name: next(each) for name, each in by_name.items()} if left.pop(0) else {}
-            pairs = [(v, own.get(name, torch.zeros_like(v))) for name, v in rows.items() if v.requires_grad]
-            told, pairs = (zeros, pairs) if left else (sums, pairs + of_params)
-            loss = _Known.apply(told["loss"], [gradient for _, gradient in pairs], *(value for value, _ in pairs))
-            return {**told, "loss": loss}
-
-        return of_forward
-
-    def _gradients(self, phase: str, rows: Rows, factor: float) -> tuple[Sums, Rows, list[tuple[Tensor, Tensor]]]:
+    def _gradients(self, phase: str, rows: Rows, factor: float) -> Share:
         """Returns the joint loss's sums, and gradients of loss * factor with respect to outputs and parameters."""
         leaves = {name: value for name, value in rows.items() if value.is_floating_point() or value.is_complex()}
         for leaf in leaves.values():
@@ -171,6 +163,17 @@ class JointLearner(Learner, Watch):
         of_rows = {name: value for name, value in zip(leaves, found, strict=False) if value is not None}
         of_params = [(p, value) for p, value in zip(params, found[len(leaves) :], strict=True) if value is not None]
         return {name: value.detach() for name, value in sums.items()}, of_rows, of_params
+
+
+def _with_gradients(rows: Rows, sums: Sums, of_rows: Rows, of_params: Sequence[tuple[Tensor, Tensor]]) -> Sums:
+    """Returns `sums` with a loss whose backward pass sends the given gradients to outputs and parameters.
+
+    Outputs without a gradient, such as a placeholder batch's, get zeros.
+    """
+    pairs = [(value, of_rows.get(name, torch.zeros_like(value))) for name, value in rows.items() if value.requires_grad]
+    pairs += of_params
+    loss = _Known.apply(sums["loss"], [gradient for _, gradient in pairs], *(value for value, _ in pairs))
+    return {**sums, "loss": loss}
 
 
 class _Known(torch.autograd.Function):
