@@ -110,7 +110,8 @@ class _Recomputed(nn.Module):
 
 
 def _contexts(block: _Recomputed) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _AsFound(block)
+    changing = type(block).changing
+    return nullcontext(), _AsFound(block) if changing is None else _PartlyAsFound(block, changing)
 
 
 class _AsFound(AbstractContextManager[None]):
@@ -120,45 +121,52 @@ class _AsFound(AbstractContextManager[None]):
     because with second derivatives each backward pass recomputes the block.
     """
 
+    _now: References
+
     def __init__(self, block: _Recomputed) -> None:
-        self._block, changing = block, type(block).changing
-        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """Pairs of a dictionary (a module's attributes or buffers) and its shallow copy."""
-        if changing is None:
-            self._found: State = WholeState(block)
-        else:
-            modules = dict(block.named_modules()) if changing else {}
-            entries = [(modules[path], name) for path, name in changing]
-            self._found = State((m._buffers if name in m._buffers else m.__dict__, name) for m, name in entries)
-            # Detects other changes: a shallow copy keeps replaced values, and writing to a tensor raises its version.
-            owners = [owner for _, each in named_modules(block) for owner in (vars(each), each._buffers) if owner]
-            self._held = [(owner, owner.copy()) for owner in owners]
-        self._versions = [
-            (value, version_of(value))
-            for _, held in self._held
-            for value in held.values()
-            if type(value) is Tensor and id(value) not in self._found.copies
-        ]
+        self._block = block
+        self._found: State = WholeState(block)
 
     def __enter__(self) -> None:
-        if any(version_of(tensor) != version for tensor, version in self._versions):
-            raise _not_alike(self._first_changed(), "which the first forward pass did not change")
-        replaced = [
-            (owner, name, held.get(name, ABSENT))
-            for owner, held in self._held
-            if len(owner) != len(held) or not all(map(is_, owner.values(), held.values()))
-            for name in owner.keys() | held.keys()
-            if owner.get(name, ABSENT) is not held.get(name, ABSENT)
-        ]
-        self._found.entries += replaced
-        is_whole = type(self._block).changing is None
-        of_now = References((owner, name) for owner, name, _ in self._found.entries)
-        self._now = WholeState(self._block) if is_whole else of_now
+        self._now = WholeState(self._block)
+        self._write_copies()
+
+    def _write_copies(self) -> None:
         copies: Copies = {}
         self._found.write(instead=lambda value: copied(self._found.copy_of(value), copies))
 
     def __exit__(self, *raised: Any) -> None:
         self._now.write()
+
+
+class _PartlyAsFound(_AsFound):
+    """Context that copies only what forwards of the trial changed. changing: as in `_Recomputed`.
+
+    Restores other entries that the forward replaces too, from shallow copies of their dictionaries. Raises UserError if
+    the forward writes to another tensor, which raises the tensor's version.
+    """
+
+    def __init__(self, block: _Recomputed, changing: Iterable[tuple[str, str]]) -> None:
+        self._block, modules = block, dict(named_modules(block))
+        entries = [(modules[path], name) for path, name in changing]
+        self._found = State((m._buffers if name in m._buffers else m.__dict__, name) for m, name in entries)
+        owners = [owner for each in modules.values() for owner in (vars(each), each._buffers) if owner]
+        self._held = [(owner, owner.copy()) for owner in owners]
+        tensors = [value for _, held in self._held for value in held.values() if type(value) is Tensor]
+        self._versions = [(value, version_of(value)) for value in tensors if id(value) not in self._found.copies]
+
+    def __enter__(self) -> None:
+        if any(version_of(tensor) != version for tensor, version in self._versions):
+            raise _not_alike(self._first_changed(), "which the first forward pass did not change")
+        self._found.entries += [
+            (owner, name, held.get(name, ABSENT))
+            for owner, held in self._held
+            if len(owner) != len(held) or not all(map(is_, owner.values(), held.values()))  # fast, as few differ
+            for name in owner.keys() | held.keys()
+            if owner.get(name, ABSENT) is not held.get(name, ABSENT)
+        ]
+        self._now = References((owner, name) for owner, name, _ in self._found.entries)
+        self._write_copies()
 
     def _first_changed(self) -> str:
         changed = {id(tensor) for tensor, version in self._versions if version_of(tensor) != version}
