@@ -1,7 +1,8 @@
 """The training loop, independent of task, devices and precision."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from trainer.loop.evaluate import (
     validate,
 )
 from trainer.loop.learner import Learner
-from trainer.loop.memory import OPTIMIZER, resplit
+from trainer.loop.memory import OPTIMIZER, MemoryGuard, resplit
 from trainer.loop.plan import Plan
 from trainer.loop.precision import StepOutcome
 from trainer.loop.progress import Progress
@@ -111,37 +112,37 @@ def end_segment(watches: Sequence[Watch], log: Log) -> None:
 
 def train_window(run: Run, window: Window, agreed: Agreed) -> None:
     """Runs one optimizer step, then logs and saves if either is due. agreed: values summed over all processes."""
-    group, plan, progress, settings = run.strategy.group, run.plan, run.progress, run.settings
-    step, phase, record, logs = window.step, run.task.phases[window.step.phase], None, False
+    group, plan, progress = run.strategy.group, run.plan, run.progress
+    step, phase, record = window.step, run.task.phases[window.step.phase], None
     num_samples = step.end - step.start
     group.activity.step = progress.step + 1
     if agreed.weight > 0:
         run.task.at = run.learner.where = progress.where(plan, group, phase, step.progress)
         learning_rate = run.learning_rate.at(step.progress, run.task.at.step, progress.rate_drops)
-        dropout_key = settings.seed, step.epoch, step.phase, step.start
-        while True:
-            micro_batches: Sequence[WeightedBatch] = window.micro_batches
-            if run.memory.limit.batch_size is not None:  # which may be lower than when the batches were loaded
-                micro_batches = resplit(micro_batches, run.memory.splits[step.phase].micro_batch_size)
-            try:
-                sums, outcome = train_step(
-                    run.learner, phase, micro_batches, agreed.weight, dropout_key, learning_rate, run.watches
-                )
-                break
-            except RuntimeError as error:
-                run.memory.require_hope(error)
-            # Frees memory outside the handler, because the exception's frames refer to tensors.
-            run.memory.make_room(step.phase, run.log.say)
+        train = partial(
+            train_step,
+            run.learner,
+            phase,
+            total_weight=agreed.weight,
+            dropout_key=(run.settings.seed, step.epoch, step.phase, step.start),
+            learning_rate=learning_rate,
+            watches=run.watches,
+        )
+        sums, outcome = train_within_memory(run.memory, step.phase, window.micro_batches, train, run.log)
         progress.totals[phase].add(sums, window.weight, outcome.applied)
         progress.advance(step.after, num_samples, window.num_samples)
         record = StepRecord(progress.step, step, plan.orders[step.phase], sums, outcome)
-        logs = plan.logs_after(progress.step, step, settings.log_interval)
     else:
         progress.advance(step.after)
     for watch in run.watches:
         watch.after_step(progress, record, run.log)
     run.log.advance(0 if plan.turns and step.phase > 0 else num_samples)  # in turns, phase 0 defines the epoch
-    saves = saves_after_step(progress, plan, run.saving.save_every_steps, agreed.save > 0)
+    logs = record is not None and plan.logs_after(progress.step, step, run.settings.log_interval)
+    # The clock may have asked before the last save. A report saves anyway, after its validation.
+    asked = agreed.save > 0 and progress.step > progress.last_save + 2
+    interval = run.saving.save_every_steps
+    is_due = asked or (interval > 0 and progress.step % interval == 0)
+    saves = is_due and not plan.reports_after(progress.step)
     if logs or saves:
         settle(run.watches, run.log)
     if logs:
@@ -154,15 +155,26 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
         save(run)
 
 
-def saves_after_step(progress: Progress, plan: Plan, interval: int, clock_asks: bool) -> bool:
-    """Returns whether to save a checkpoint after the latest step; False if a mid-epoch report is about to save one.
+def train_within_memory(
+    memory: MemoryGuard,
+    phase: int,
+    micro_batches: Sequence[WeightedBatch],
+    train: Callable[[Sequence[WeightedBatch]], tuple[Sums, StepOutcome]],
+    log: Log,
+) -> tuple[Sums, StepOutcome]:
+    """Returns the result of `train` for a step's micro-batches; if memory is short, calls it again with smaller ones.
 
-    At an epoch's end a run may save twice: before the validation, which may take long, and after it. interval:
-    steps between saves, or 0. clock_asks: whether rank 0's clock requests a save (ignored within two steps of a save).
+    Raises UserError if smaller micro-batches cannot help.
     """
-    num_steps = progress.step
-    is_due = (clock_asks and num_steps > progress.last_save + 2) or (interval > 0 and num_steps % interval == 0)
-    return is_due and not plan.reports_after(num_steps)
+    while True:
+        if memory.limit.batch_size is not None:  # which may be lower than when the batches were loaded
+            micro_batches = resplit(micro_batches, memory.splits[phase].micro_batch_size)
+        try:
+            return train(micro_batches)
+        except RuntimeError as error:
+            memory.require_hope(error)
+        # Frees memory outside the handler, because the exception's frames refer to tensors.
+        memory.make_room(phase, log.say)
 
 
 def train_step(

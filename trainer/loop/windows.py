@@ -71,24 +71,15 @@ def training_windows(
     workers. Raises UserError if a batch of `Task.order` is too large for `--parts`.
     """
     shards = strategy.shards
-    planned, to_load = tee(
-        (
-            step,
-            [
-                keys
-                for shard in shards
-                for keys in split_global_batch(
-                    plan.orders[step.phase].samples(step.epoch, step.start, step.end),
-                    shard,
-                    micro_batch_sizes[step.phase],
-                    step.epoch,
-                    step.phase,
-                    step.progress / plan.total,
-                )
-            ],
-        )
-        for step in plan.rest_of_epoch(progress.position, progress.step)
-    )
+
+    def keys_of(step: PlannedStep) -> list[SampleKeys]:
+        samples = plan.orders[step.phase].samples(step.epoch, step.start, step.end)
+        size, part = micro_batch_sizes[step.phase], step.progress / plan.total
+        shares = (split_global_batch(samples, shard, size, step.epoch, step.phase, part) for shard in shards)
+        return [*chain.from_iterable(shares)]
+
+    steps = plan.rest_of_epoch(progress.position, progress.step)
+    planned, to_load = tee((step, keys_of(step)) for step in steps)
     batches = loader((key for _, keys in to_load for key in keys), ahead)
     return _windows(planned, batches, strategy, log)
 
@@ -114,13 +105,8 @@ def _windows(
             for (part, _), each in zip(shards, own, strict=True):
                 weight[part] = each.weight
         if len(own) == 1:  # several micro-batches would occupy device memory long before their use
-            own = [_uploaded(own[0], strategy)]
+            own = [own[0]._replace(batch=strategy.upload(own[0].batch))]
         yield Window(step, own, weight, sum(each.num_samples for each in own))
-
-
-def _uploaded(batch: WeightedBatch, strategy: Strategy) -> WeightedBatch:
-    sent = strategy.upload(batch.batch)
-    return batch if sent is batch.batch else batch._replace(batch=sent)
 
 
 def evaluation_batches(
@@ -137,7 +123,8 @@ def evaluation_batches(
     def one_by_one() -> Iterator[WeightedBatch]:
         for keys in own:
             strategy.group.activity.enter("data loading of the evaluation")
-            yield _uploaded(weighted(next(batches), keys.placeholder), strategy)
+            batch = weighted(next(batches), keys.placeholder)
+            yield batch._replace(batch=strategy.upload(batch.batch))
 
     return one_by_one()
 
