@@ -31,6 +31,7 @@ from trainer.common.errors import UserError
 from trainer.common.files import DISK_FULL, refusing_disk_errors
 from trainer.common.process import command_of_main
 from trainer.failure.errors import EXIT_BAD_INPUT, EXIT_FINISHED, EXIT_INTERRUPTED, Failure
+from trainer.flags import RunFlags
 from trainer.logs.background import BackgroundLogger, build_loggers
 from trainer.logs.console import say
 from trainer.loop.memory import MEMORY
@@ -43,7 +44,7 @@ from trainer.parallel.devices import queue_of
 from trainer.parallel.environment import torchrun_agent
 from trainer.parallel.strategy import Strategy
 from trainer.registry import SCRIPT
-from trainer.task import Task
+from trainer.task import Baseline, Task
 
 
 def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: Strategy) -> int:
@@ -66,16 +67,9 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
         directory.token_of_rank_0 = strategy.group.on_main(lambda: directory.acquire(agents))
         with recorded(directory, strategy) as state, refusing_full_disk():
             run, notes = build_run(flags, task, strategy, directory, loading)
-            if _is_finished(run, flags):
+            if (end := _end_without_training(run, flags)) is not None:
                 state.run = run
-                state.enter("finished")
-                return EXIT_FINISHED
-            if not run.is_complete and 0 < 60 * flags.run.max_minutes <= run.progress.train_seconds:
-                message = _time_is_up(flags.run.max_minutes, run.progress)
-                if strategy.group.is_main:
-                    say(message)
-                state.run = run
-                state.enter("paused", message)
+                state.enter(*end)
                 return EXIT_FINISHED
             # closing takes time, so it comes after error reports, for which other processes wait
             at_the_end.callback(run.close)
@@ -86,56 +80,68 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
             run.stop.install()
             strategy.group.diagnosis.flags_signals = True
             state.run = run  # from here on, a failure saves the completed steps
-            state.enter("running")
-            try:
-                with run.learner.launching():
-                    train(run)
-                    score(run, flags.run.no_test, baselines)
-            except TimeIsUp:
-                message = _time_is_up(flags.run.max_minutes, run.progress)
-                state.enter("paused", message)
-                run.log.say(f"{message}. Everything is saved.")
-                return EXIT_FINISHED
-            except StopRequested:
-                state.enter("preempted")
-            else:
-                state.enter("finished")
-                for line in _closing_lines(directory.path, task, flags.run.task, run.progress):
-                    run.log.say(line)
-                return EXIT_FINISHED
-            run.log.say("Stopped as asked; everything is saved. The same command resumes from here.")
-            if len(agents) > 1:
-                # When a node joins, one agent stops its processes first. For the other agents an exit with status 0
-                # would end the job, so their processes wait for their own signal.
-                run.stop.await_own()
-            return run.stop.exit_status if strategy.group.exits_with_signal else EXIT_FINISHED
+            return _train_to_end(state, flags.run, baselines, agents)
 
 
-def _is_finished(run: Run, flags: Flags) -> bool:
-    """Returns whether the run is trained and evaluated as requested; if so, prints that it is finished.
+def _train_to_end(state: "RunState", flags: RunFlags, baselines: Mapping[str, Baseline], agents: Sequence[str]) -> int:
+    """Trains and scores a run, records how it ended, and returns the exit status. agents: the torchrun agents."""
+    run = state.run
+    assert run is not None
+    state.enter("running")
+    try:
+        with run.learner.launching():
+            train(run)
+            score(run, flags.no_test, baselines)
+    except TimeIsUp:
+        message = _time_is_up(flags.max_minutes, run.progress)
+        state.enter("paused", message)
+        run.log.say(f"{message}. Everything is saved.")
+        return EXIT_FINISHED
+    except StopRequested:
+        state.enter("preempted")
+    else:
+        state.enter("finished")
+        for line in _closing_lines(run.directory.path, run.task, flags.task, run.progress):
+            run.log.say(line)
+        return EXIT_FINISHED
+    run.log.say("Stopped as asked; everything is saved. The same command resumes from here.")
+    if len(agents) > 1:
+        # When a node joins, one agent stops its processes first. For the other agents an exit with status 0 would end
+        # the job, so their processes wait for their own signal.
+        run.stop.await_own()
+    return run.stop.exit_status if run.group.exits_with_signal else EXIT_FINISHED
 
-    Raises UserError if the run was finished with other data.
+
+def _end_without_training(run: Run, flags: Flags) -> tuple[State, str | None] | None:
+    """Returns the final state, and a message for state.json, of a run that has nothing to do; None for other runs.
+
+    Prints why: the run is trained and evaluated as requested, or its time is up. Raises UserError if the run was
+    finished with other data.
     """
-    progress, path = run.progress, run.directory.path
+    progress, directory, given = run.progress, run.directory, flags.checkpoint
     if not run.is_complete:
-        return False
-    given, directory = flags.checkpoint, run.directory
+        if not 0 < 60 * flags.run.max_minutes <= progress.train_seconds:
+            return None
+        message = _time_is_up(flags.run.max_minutes, progress)
+        if run.group.is_main:
+            say(message)
+        return "paused", message
     if run.group.on_main(lambda: starts_over(directory, given) or brings_another_run(directory, given.resume_from)):
-        return False
-    results = run.group.on_main(lambda: read_json(path / RESULTS))
+        return None
+    results = run.group.on_main(lambda: read_json(directory.path / RESULTS))
     is_scored = results.get("scored") == "test" or flags.run.no_test or "test" not in run.task.splits()
-    is_finished = results.get("step") == progress.step and is_scored
-    if is_finished and run.plan.has_validation:
-        is_finished = not run.group.on_main(lambda: better_can_be_scored(run.directory, results))
-    if is_finished:
-        in_epochs = flags.run.max_steps is None
-        length = f"{progress.position.epoch} epochs" if in_epochs else f"{progress.step} optimizer steps"
-        bounds = [flags.run.length_flag] if run.is_through else []
-        bounds += ["--early-stopping-patience"] if run.is_out_of_patience else []
-        raised = f"To continue training, raise {' and '.join(bounds)}"
-        train_on = raised if run.plan.total else "Its model is fitted, not trained"
-        run.group.on_main(lambda: _say_finished(path, run.facts, length, train_on))
-    return is_finished
+    if not is_scored or results.get("step") != progress.step:
+        return None
+    if run.plan.has_validation and run.group.on_main(lambda: better_can_be_scored(directory, results)):
+        return None
+    in_epochs = flags.run.max_steps is None
+    length = f"{progress.position.epoch} epochs" if in_epochs else f"{progress.step} optimizer steps"
+    bounds = [flags.run.length_flag] if run.is_through else []
+    bounds += ["--early-stopping-patience"] if run.is_out_of_patience else []
+    raised = f"To continue training, raise {' and '.join(bounds)}"
+    train_on = raised if run.plan.total else "Its model is fitted, not trained"
+    run.group.on_main(lambda: _say_finished(directory.path, run.facts, length, train_on))
+    return "finished", None
 
 
 def _say_finished(path: Path, facts: Mapping[str, Any], length: str, train_on: str) -> None:
@@ -193,23 +199,23 @@ class RunState:
 
         Writes nothing if the directory is not locked or contains no run.
         """
-        known = isinstance(error, UserError | Failure)
-        status = EXIT_BAD_INPUT if isinstance(error, UserError) else getattr(error, "status", None) if known else None
+        run, directory, message = self.run, self._directory, str(error) or None
+        status = EXIT_BAD_INPUT if isinstance(error, UserError) else None
+        if isinstance(error, Failure):
+            status = error.status
         state: State = "refused" if status == EXIT_BAD_INPUT else "failed"
-        is_stop = status == EXIT_INTERRUPTED
-        run, strategy, directory = self.run, self._strategy, self._directory
-        if run is not None and isinstance(error, UserError | Failure):
-            ends_well = strategy.has_full_state and not strategy.group.exits_with_signal
-            if isinstance(error, Failure) and is_stop and ends_well:
+        if not isinstance(error, UserError | Failure):
+            message = None  # the message of an unexpected error is not for users
+        elif run is not None:
+            ends_well = self._strategy.has_full_state and not run.group.exits_with_signal
+            if isinstance(error, Failure) and status == EXIT_INTERRUPTED and ends_well:
                 error.status = EXIT_FINISHED
             rescue(run, self.last_step, error)
         if directory.lock is None:
             return
         newest = directory.entries[-1].step if directory.entries else 0
-        if is_stop and run is not None and newest >= run.progress.step:
-            state, run.stop.signal_number = "preempted", signal.SIGINT
-        # unexpected errors, such as a second Ctrl-C, are recorded without a message
-        message = str(error) or None if known and state != "preempted" else None
+        if run is not None and status == EXIT_INTERRUPTED and newest >= run.progress.step:
+            state, message, run.stop.signal_number = "preempted", None, signal.SIGINT
         with suppress(UserError):
             if run is not None or directory.has_checkpoint or (directory.path / CONFIG).exists():
                 self._write(state, message)
