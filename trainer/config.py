@@ -386,18 +386,17 @@ def parse_flags(
     argv: Sequence[str],
     description: str = "",
     epilog: str = "",
-    ignore_unknown: bool = False,
     defaults: Mapping[str, Any] = {},
     command: str = "",
-    elsewhere: Mapping[str, str] = {},
+    elsewhere: Mapping[str, str] | None = {},
     stated: Collection[str] = (),
 ) -> tuple[list[Any], list[str]]:
     """Parses a command line into one object per group, and returns the objects and all problems.
 
     command: name of the command that precedes the flags, for a program with several commands; `--help` shows it.
     defaults: values by field name that replace the fields' own defaults. elsewhere: messages by flag, for flags that
-    only another program accepts. stated: fields of `defaults` whose values come from the user, even if a value equals
-    the field's own default.
+    only another program or task accepts; None: unknown flags are not problems. stated: fields of `defaults` whose
+    values come from the user, even if a value equals the field's own default.
 
     A flag with a problem keeps its default in the objects, so that further problems can be found. `--help` and
     `--help-all` print the help and exit with status 0.
@@ -405,7 +404,7 @@ def parse_flags(
     shows_all = "--help-all" in names_given(argv)
     parser = build_parser(group_types, description, epilog, defaults, command, shows_all)
     given, problems, unknown = values_given(group_types, argv, parser)
-    if not ignore_unknown:
+    if elsewhere is not None:
         problems += _unknown_problems(unknown, parser, elsewhere)
     values = {**defaults, **given}
     groups = [

@@ -45,8 +45,8 @@ def parse(
     program for `--help`. command: command that precedes the flags, if any. task_type: class of `--task`; None: find the
     class by name.
     """
-    without_help = [word for word in argv if word not in HELP]
-    given, _, _ = values_given(TRAINER_GROUPS, without_help)
+    words = [word for word in argv if word not in HELP]  # otherwise `values_given` would print the help and exit
+    given, _, _ = values_given(TRAINER_GROUPS, words)
     files, problems = read_config_files(given.get("config") or ())
     asked = Layers(TRAINER_GROUPS)
     for file in files:
@@ -67,29 +67,44 @@ def parse(
     from_run = _take_from_run(record, layers, asked.values, stated, task_name, task_type) if record else FromRun()
     for file in files:
         problems += layers.add_file(file, all_known=task_type is not None)
-    layers.make_room_for(values_given(group_types, without_help)[0])
+    layers.make_room_for(values_given(group_types, words)[0])
     problems += layers.take_out_what_users_alone_name({*given, "task"} if task_type or of_task else given)
-    elsewhere = _flags_of_others(argv, group_types, task_name)
     description, examples = about or (DESCRIPTION[several_devices], examples_of(task_name, task_type, several_devices))
-    about = f"{description}\nBuilt-in tasks: {', '.join(workloads())}.", examples
-    written = [field for field, file in layers.origins.items() if file is not None and not file.is_record]
-    unknown_too = task_type is None
-    groups, found = parse_flags(group_types, argv, *about, unknown_too, layers.values, command, elsewhere, written)
-    by_type: dict[type | None, Any] = {type(group): group for group in groups}
+    texts = f"{description}\nBuilt-in tasks: {', '.join(workloads())}.", examples, command
+    elsewhere = _flags_of_others(argv, group_types, task_name) if task_type is not None else None
+    flags, found = _typed(argv, group_types, layers, task_type, elsewhere, texts)
+    flags.from_run = from_run
+    return flags, problems + [with_origins(problem, flags.origins) for problem in [*of_task, *found]]
+
+
+def _typed(
+    argv: Sequence[str],
+    group_types: Sequence[type],
+    layers: "Layers",
+    task_type: type[Task] | None,
+    elsewhere: Mapping[str, str] | None,
+    texts: tuple[str, str, str],
+) -> tuple[Flags, list[str]]:
+    """Parses a command line on top of `layers`; returns the flags and problems.
+
+    elsewhere: as in `parse_flags`. texts: description, examples and command for `--help`.
+    """
+    description, examples, command = texts
+    by_user = [field for field, file in layers.origins.items() if file is not None and not file.is_record]
+    groups, problems = parse_flags(group_types, argv, description, examples, layers.values, command, elsewhere, by_user)
+    by_type: dict[type, Any] = {type(group): group for group in groups}
     origins = layers.origins_of_flags(argv)
-    of_trainer: dict[str, Any] = {name: by_type.get(group_type) for name, group_type in GROUPS.items()}
+    of_trainer: dict[str, Any] = {name: by_type.pop(group_type, None) for name, group_type in GROUPS.items()}
     flags = Flags(
         **of_trainer,
-        task=by_type[task_type.Config] if task_type is not None else None,
+        task=by_type.pop(task_type.Config) if task_type is not None else None,
         task_type=task_type,
-        tool=by_type.get(tool),
+        tool=next(iter(by_type.values()), None),
         origins=origins,
-        given=frozenset(names_given(argv) | {name for name, file in origins.items() if file is not record}),
-        from_run=from_run,
+        given=frozenset(names_given(argv) | {name for name, file in origins.items() if file.flag == "--config"}),
         left_out=layers.left_out,
     )
-    found = [*of_task, *found, *contradictions(flags)]
-    return flags, problems + [with_origins(problem, origins) for problem in found]
+    return flags, problems + contradictions(flags)
 
 
 def examples_of(task_name: str, task_type: type[Task] | None, several_devices: bool) -> str:
@@ -231,6 +246,7 @@ class Layers:
         return problems
 
     def make_room_for(self, values: Mapping[str, Any]) -> None:
+        """Removes values that higher values replace, exclude or displace, and notes those left without effect."""
         for field in values.keys() & self._known.keys():
             value, option = values[field], self._known[field]
             if value is None or value is False:
