@@ -187,8 +187,11 @@ def fit(task: type[Task] | str | nn.Module, /, *script: Any, **settings: Any) ->
             )  # only the original process runs the rest of the script
         flags, environment = read_command_line(argv, several_devices, task_type=task_type, problems=problems)
         run = SavedRun(flags.checkpoint.save_dir, task_type)
-        if _rank is not None:
-            return Fitted(_outcome_in_parent(number), run)
+        if _rank is not None:  # the parent process has run this call already
+            outcome = _rank.outcomes[number]
+            if isinstance(outcome, Exception):
+                raise outcome
+            return Fitted(outcome, run)
         with _outcome_kept(number):
             _refuse_other_than_one_run(flags)
             if starts_processes(flags.multi, environment):
@@ -359,24 +362,12 @@ def _outcome_kept(number: int) -> Iterator[None]:
     """
     try:
         yield
-    except UserError as error:
-        _outcomes[number] = UserError(str(error))
-        raise
-    except Failure as failure:
-        _outcomes[number] = Failure(str(failure), failure.status)
-        raise
     except BaseException as error:
-        _outcomes[number] = RuntimeError(f"{type(error).__name__}: {error}")
+        kept: Exception = RuntimeError(f"{type(error).__name__}: {error}")
+        if isinstance(error, UserError | Failure):
+            kept = Failure(str(error), error.status) if isinstance(error, Failure) else UserError(str(error))
+        _outcomes[number] = kept
         raise
-
-
-def _outcome_in_parent(number: int) -> dict[str, float]:
-    """Returns the metrics of an earlier call of `fit` in the parent process, or raises its exception."""
-    assert _rank is not None
-    outcome = _rank.outcomes[number]
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome
 
 
 def _ended(status: int, form: str, run: SavedRun) -> Fitted:
