@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal
 from trainer.common.errors import UserError, shortened
 from trainer.common.validation import checked_path, checked_text, expanded
 
+MORE_HELP = "\nDefaults are in brackets; --help-all explains every flag."
 LARGEST = 2**63 - 1
 """Largest integer that a flag accepts (int64)."""
 _LIMITS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
@@ -483,10 +484,8 @@ def build_parser(
     shows_all: whether the help shows every flag with its whole text; if not, only one line for each common flag.
     """
     parser = argparse.ArgumentParser(
-        usage=" ".join(["%(prog)s", *([command] if command else []), "[flags]"]),
-        description=description
-        if shows_all
-        else f"{description}\nDefaults are in brackets; --help-all explains every flag.",
+        usage=f"%(prog)s {command} [flags]" if command else "%(prog)s [flags]",
+        description=description + ("" if shows_all else MORE_HELP),
         epilog=epilog,
         add_help=False,
         allow_abbrev=False,
@@ -496,24 +495,19 @@ def build_parser(
     sections: dict[str, Any] = {}
     for group_type in group_types:
         heading, text = described(group_type)
-        section = sections.get(heading)
-        if section is None:
-            section = sections[heading] = parser.add_argument_group(heading, (shows_all and text) or None)
+        if heading not in sections:
+            sections[heading] = parser.add_argument_group(heading, (shows_all and text) or None)
         known = options(group_type)
-        chosen = [option for option in known.values() if option.common] or list(known.values())
+        has_common = any(option.common for option in known.values())
         for field, option in known.items():
             # a flag without its value must not stop parsing, which would hide other problems
             how: dict[str, Any] = {"nargs": "?", "const": "true" if option.is_switch else ""}
             if option.is_list:
                 how = {"nargs": "*", "action": "extend" if option.adds_up else "store"}
-            choices = "{" + ",".join(option.choices) + "}" if option.choices and shows_all else None
-            own = "NAME" if option.choices else option.name.rpartition("-")[2].upper()
-            metavar = option.metavar or choices or own
-            metavar = "" if option.is_switch else metavar
-            is_shown = not option.hidden and (shows_all or option in chosen)
-            help_text = _help_text(option, defaults.get(field, option.default), shows_all)
-            how["help"] = help_text.replace("%", "%%") if is_shown else argparse.SUPPRESS
-            section.add_argument(option.name, dest=field, metavar=metavar, **how)
+            help_text = _help_text(option, defaults.get(field, option.default), shows_all).replace("%", "%%")
+            is_shown = not option.hidden and (shows_all or option.common or not has_common)
+            how |= {"metavar": _metavar(option, shows_all), "help": help_text if is_shown else argparse.SUPPRESS}
+            sections[heading].add_argument(option.name, dest=field, **how)
     parser.add_argument("-h", "--help", "--help-all", action="help", help=argparse.SUPPRESS)
     return parser
 
@@ -522,6 +516,14 @@ def described(group_type: type) -> tuple[str, str]:
     """Returns a group's heading in the help, and the text below the heading."""
     heading, _, text = inspect.cleandoc(group_type.__doc__ or group_type.__name__).partition("\n")
     return heading.rstrip("."), text.strip()
+
+
+def _metavar(option: Option, shows_choices: bool) -> str:
+    if option.is_switch:
+        return ""
+    if option.metavar or not option.choices:
+        return option.metavar or option.name.rpartition("-")[2].upper()
+    return "{" + ",".join(option.choices) + "}" if shows_choices else "NAME"
 
 
 def _help_text(option: Option, default: Any, is_whole: bool) -> str:
