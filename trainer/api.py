@@ -252,8 +252,7 @@ def _command_line(task: type[Task], settings: Mapping[str, Any]) -> tuple[list[s
     elsewhere = [name for name in NOT_OF_ONE_RUN if given.pop(name, None) is not None]
     argv, problems = arguments_of([*TRAINER_GROUPS, task.Config], given, RETIRED)
     problems += [f"{name}: {ONE_RUN}" for name in elsewhere]
-    several_devices = any(field.name in given for field in fields(MultiDeviceFlags))
-    several_devices = several_devices or names_several_devices(argv)
+    several_devices = any(field.name in given for field in fields(MultiDeviceFlags)) or names_several_devices(argv)
     return [f"--task={name_of(task)}", *argv], problems, several_devices
 
 

@@ -589,8 +589,7 @@ def training_streams(task: Task) -> dict[str, KeyedStream]:
 
 def means_of(sums: Mapping[str, Tensor]) -> dict[str, float]:
     """Returns each scalar sum divided by the total weight."""
-    numbers = {name: value for name, value in sums.items() if name != "weight" and value.dim() == 0}
-    return {name: float(value / sums["weight"]) for name, value in numbers.items()}
+    return {name: float(value / sums["weight"]) for name, value in sums.items() if name != "weight" and not value.dim()}
 
 
 def sparse_parameters(module: nn.Module) -> list[Tensor]:

@@ -70,7 +70,8 @@ def parse(
     layers.make_room_for(values_given(group_types, words)[0])
     problems += layers.take_out_what_users_alone_name({*given, "task"} if task_type or of_task else given)
     description, examples = about or (DESCRIPTION[several_devices], examples_of(task_name, task_type, several_devices))
-    texts = f"{description}\nBuilt-in tasks: {', '.join(workloads())}.", examples, command
+    description = f"{description}\nBuilt-in tasks: {', '.join(workloads())}."
+    texts = {"description": description, "epilog": examples, "command": command}
     elsewhere = _flags_of_others(argv, group_types, task_name) if task_type is not None else None
     flags, found = _typed(argv, group_types, layers, task_type, elsewhere, texts)
     flags.from_run = from_run
@@ -83,17 +84,20 @@ def _typed(
     layers: "Layers",
     task_type: type[Task] | None,
     elsewhere: Mapping[str, str] | None,
-    texts: tuple[str, str, str],
+    texts: Mapping[str, str],
 ) -> tuple[Flags, list[str]]:
     """Parses a command line on top of `layers`; returns the flags and problems.
 
-    elsewhere: as in `parse_flags`. texts: description, examples and command for `--help`.
+    elsewhere, texts: arguments of `parse_flags`.
     """
-    description, examples, command = texts
     by_user = [field for field, file in layers.origins.items() if file is not None and not file.is_record]
-    groups, problems = parse_flags(group_types, argv, description, examples, layers.values, command, elsewhere, by_user)
+    groups, problems = parse_flags(
+        group_types, argv, **texts, defaults=layers.values, elsewhere=elsewhere, stated=by_user
+    )
     by_type: dict[type, Any] = {type(group): group for group in groups}
-    origins = layers.origins_of_flags(argv)
+    flags_given = names_given(argv)
+    origin_of = {option.name: layers.origins.get(field) for field, option in options(*group_types).items()}
+    origins = {name: file for name, file in origin_of.items() if file is not None and name not in flags_given}
     of_trainer: dict[str, Any] = {name: by_type.pop(group_type, None) for name, group_type in GROUPS.items()}
     flags = Flags(
         **of_trainer,
@@ -101,7 +105,7 @@ def _typed(
         task_type=task_type,
         tool=next(iter(by_type.values()), None),
         origins=origins,
-        given=frozenset(names_given(argv) | {name for name, file in origins.items() if file.flag == "--config"}),
+        given=frozenset(flags_given | {name for name, file in origins.items() if file.flag == "--config"}),
         left_out=layers.left_out,
     )
     return flags, problems + contradictions(flags)
@@ -236,9 +240,8 @@ class Layers:
 
     def add_file(self, file: ConfigFile, all_known: bool) -> list[str]:
         """Adds a file's settings, and returns problems. all_known: whether unknown settings are problems."""
-        settable = {**options(MultiDeviceFlags), **self._known}
-        for field in options(ConfigFlags):
-            settable.pop(field, None)
+        known = {**options(MultiDeviceFlags), **self._known}
+        settable = {field: option for field, option in known.items() if field not in options(ConfigFlags)}
         values, problems = file.values(settable, all_known)
         self.add(values, file)
         if self._on_one_device and (elsewhere := file.of_several_devices()):
@@ -277,12 +280,6 @@ class Layers:
                 found.append(f"{origin}: must not set {words}, which names {what}, add the flag to the command")
                 del self.values[field], self.origins[field]
         return found
-
-    def origins_of_flags(self, argv: Sequence[str]) -> dict[str, ConfigFile]:
-        """Maps each flag that a file or run set, and the command line did not, to that file or run."""
-        stated = names_given(argv)
-        named = {option.name: self.origins.get(field) for field, option in self._known.items()}
-        return {name: origin for name, origin in named.items() if origin is not None and name not in stated}
 
 
 def names_several_devices(argv: Sequence[str]) -> bool:

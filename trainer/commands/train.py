@@ -200,9 +200,8 @@ class RunState:
         Writes nothing if the directory is not locked or contains no run.
         """
         run, directory, message = self.run, self._directory, str(error) or None
-        status = EXIT_BAD_INPUT if isinstance(error, UserError) else None
-        if isinstance(error, Failure):
-            status = error.status
+        status = error.status if isinstance(error, Failure) else None
+        status = EXIT_BAD_INPUT if isinstance(error, UserError) else status
         state: State = "refused" if status == EXIT_BAD_INPUT else "failed"
         if not isinstance(error, UserError | Failure):
             message = None  # the message of an unexpected error is not for users

@@ -166,8 +166,7 @@ class HeartbeatMonitor:
                 ticks_since_loss = ticks_since_loss + 1 if not has_ended and self._misses_a_neighbour() else 0
                 if ticks_since_loss * TICK_S > LEAVE_WITHIN_S:
                     self.on_loss()
-                is_over = self.may_force_end and has_ended
-                ticks_since_end = ticks_since_end + 1 if is_over else 0
+                ticks_since_end = ticks_since_end + 1 if has_ended and self.may_force_end else 0
                 if ticks_since_end * TICK_S > LEAVE_WITHIN_S:
                     failure = self._reported()
                     with suppress(Exception):

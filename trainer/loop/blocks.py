@@ -121,18 +121,15 @@ class _AsFound(AbstractContextManager[None]):
     because with second derivatives each backward pass recomputes the block.
     """
 
-    _now: References
-
     def __init__(self, block: _Recomputed) -> None:
         self._block = block
         self._found: State = WholeState(block)
 
     def __enter__(self) -> None:
-        self._now = WholeState(self._block)
-        self._write_copies()
+        self._work_on_copies(WholeState(self._block))
 
-    def _write_copies(self) -> None:
-        copies: Copies = {}
+    def _work_on_copies(self, now: References) -> None:
+        self._now, copies = now, Copies()
         self._found.write(instead=lambda value: copied(self._found.copy_of(value), copies))
 
     def __exit__(self, *raised: Any) -> None:
@@ -140,18 +137,16 @@ class _AsFound(AbstractContextManager[None]):
 
 
 class _PartlyAsFound(_AsFound):
-    """Context that copies only what forwards of the trial changed. changing: as in `_Recomputed`.
+    """Context that copies only what the trial's forwards changed. changing: as in `_Recomputed`.
 
-    Restores other entries that the forward replaces too, from shallow copies of their dictionaries. Raises UserError if
-    the forward writes to another tensor, which raises the tensor's version.
+    Restores other entries if a forward replaces them. Raises UserError if a forward writes to another tensor.
     """
 
     def __init__(self, block: _Recomputed, changing: Iterable[tuple[str, str]]) -> None:
         self._block, modules = block, dict(named_modules(block))
         entries = [(modules[path], name) for path, name in changing]
         self._found = State((m._buffers if name in m._buffers else m.__dict__, name) for m, name in entries)
-        owners = [owner for each in modules.values() for owner in (vars(each), each._buffers) if owner]
-        self._held = [(owner, owner.copy()) for owner in owners]
+        self._held = [(own, own.copy()) for each in modules.values() for own in (vars(each), each._buffers) if own]
         tensors = [value for _, held in self._held for value in held.values() if type(value) is Tensor]
         self._versions = [(value, version_of(value)) for value in tensors if id(value) not in self._found.copies]
 
@@ -165,8 +160,7 @@ class _PartlyAsFound(_AsFound):
             for name in owner.keys() | held.keys()
             if owner.get(name, ABSENT) is not held.get(name, ABSENT)
         ]
-        self._now = References((owner, name) for owner, name, _ in self._found.entries)
-        self._write_copies()
+        self._work_on_copies(References((owner, name) for owner, name, _ in self._found.entries))
 
     def _first_changed(self) -> str:
         changed = {id(tensor) for tensor, version in self._versions if version_of(tensor) != version}

@@ -166,10 +166,7 @@ class JointLearner(Learner, Watch):
 
 
 def _with_gradients(rows: Rows, sums: Sums, of_rows: Rows, of_params: Sequence[tuple[Tensor, Tensor]]) -> Sums:
-    """Returns `sums` with a loss whose backward pass sends the given gradients to outputs and parameters.
-
-    Outputs without a gradient, such as a placeholder batch's, get zeros.
-    """
+    """Returns `sums` with a loss whose backward pass sends the given gradients, or zeros, to outputs and parameters."""
     pairs = [(value, of_rows.get(name, torch.zeros_like(value))) for name, value in rows.items() if value.requires_grad]
     pairs += of_params
     loss = _Known.apply(sums["loss"], [gradient for _, gradient in pairs], *(value for value, _ in pairs))

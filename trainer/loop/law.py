@@ -136,7 +136,7 @@ def _of_mode(learner: Learner, phase: str | None, batches: Iterator[Batch], cloc
         total = _sums(learner, phase, whole)
         parts.append(_sums(learner, phase, other))
         if objective.is_joint:
-            twice = _sums(learner, phase, _twice(whole))
+            twice = _sums(learner, phase, {name: torch.cat([value, value]) for name, value in whole.items()})
             return _joint_mean(forward_name(objective, phase), len(whole["weight"]), total, parts, twice)
         return _compared(learner, phase, [whole, first, other], total, parts, clock)
 
@@ -148,10 +148,6 @@ def _sums(learner: Learner, phase: str | None, batch: Batch, seed: int = 0) -> d
     outputs = learner.net(own) if phase is None else learner.net(own, phase)
     require_sums(outputs, learner.objective, phase)
     return {name: value.detach() for name, value in outputs.items() if isinstance(value, Tensor)}
-
-
-def _twice(batch: Batch) -> Batch:
-    return {name: torch.cat([value, value]) for name, value in batch.items()}
 
 
 def _joint_mean(where: str, num_samples: int, whole: Sums, parts: Sequence[Sums], twice: Sums) -> list[str]:
@@ -176,7 +172,8 @@ def _compared(
     where, num_samples = forward_name(learner.objective, phase), len(batches[0]["weight"])
     for part in parts:
         _require_same_shapes(where, whole, part, num_samples)
-    total, close = _added(parts), _closeness(learner)
+    total, precision = _added(parts), learner.precision
+    close = CLOSE_IN_HALVES if precision.autocast_dtype else CLOSE.get(precision.dtype, CLOSE_IN_HALVES)
     differ = [name for name, value in whole.items() if _differs(value, total[name], close)]
     means = _means(whole, total, PERHAPS)
     if not differ and not means:
@@ -195,7 +192,7 @@ def _compared(
         total = _added([_sums(learner, phase, part, seed) for part in batches[1:] for seed in SEEDS_OF_PARTS])
         means, differ = _means(whole, total, MEAN), []
     elif means:  # a count may look like a mean by chance, but only a mean stays the same if all samples occur twice
-        twice = _sums(learner, phase, _twice(batches[0]))
+        twice = _sums(learner, phase, {name: torch.cat([value, value]) for name, value in batches[0].items()})
         means = [name for name in _means(whole, total, MEAN) if name in _means(twice, total, MEAN)]
     if not means and not differ:
         return []
@@ -226,11 +223,6 @@ def _require_same_shapes(where: str, whole: Sums, part: Sums, num_samples: int) 
                 f"{where}: returns {name!r} of shape {tuple(value.shape)} for {num_samples} samples and "
                 f"{tuple(part[name].shape)} for half of them; sum it over the samples"
             )
-
-
-def _closeness(learner: Learner) -> float:
-    precision = learner.precision
-    return CLOSE_IN_HALVES if precision.autocast_dtype else CLOSE.get(precision.dtype, CLOSE_IN_HALVES)
 
 
 def _added(several: Sequence[Sums]) -> dict[str, Tensor]:

@@ -64,9 +64,8 @@ class Progress(SavedProgress):
 
     def read_clock(self) -> None:
         """Increases `train_seconds` by the time since the previous call."""
-        now = time.monotonic()
-        self.train_seconds += now - self.clock if self.clock is not None else 0.0
-        self.clock = now
+        self.train_seconds += self.seconds_since_reading
+        self.clock = time.monotonic()
 
     def judge(self, value: float, mode: str) -> bool:
         """Records the monitored metric of a validation; returns whether it is the best so far. mode: "max" or "min"."""

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from torch import Tensor
 
@@ -119,16 +118,14 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
     if agreed.weight > 0:
         run.task.at = run.learner.where = progress.where(plan, group, phase, step.progress)
         learning_rate = run.learning_rate.at(step.progress, run.task.at.step, progress.rate_drops)
-        train = partial(
-            train_step,
-            run.learner,
-            phase,
-            total_weight=agreed.weight,
-            dropout_key=(run.settings.seed, step.epoch, step.phase, step.start),
-            learning_rate=learning_rate,
-            watches=run.watches,
+        key = run.settings.seed, step.epoch, step.phase, step.start
+        sums, outcome = train_within_memory(
+            run.memory,
+            step.phase,
+            window.micro_batches,
+            lambda parts: train_step(run.learner, phase, parts, agreed.weight, key, learning_rate, run.watches),
+            run.log,
         )
-        sums, outcome = train_within_memory(run.memory, step.phase, window.micro_batches, train, run.log)
         progress.totals[phase].add(sums, window.weight, outcome.applied)
         progress.advance(step.after, num_samples, window.num_samples)
         record = StepRecord(progress.step, step, plan.orders[step.phase], sums, outcome)
@@ -162,10 +159,7 @@ def train_within_memory(
     train: Callable[[Sequence[WeightedBatch]], tuple[Sums, StepOutcome]],
     log: Log,
 ) -> tuple[Sums, StepOutcome]:
-    """Returns the result of `train` for a step's micro-batches; if memory is short, calls it again with smaller ones.
-
-    Raises UserError if smaller micro-batches cannot help.
-    """
+    """Calls `train` with a step's micro-batches, split until they fit. Raises UserError if no split can help."""
     while True:
         if memory.limit.batch_size is not None:  # which may be lower than when the batches were loaded
             micro_batches = resplit(micro_batches, memory.splits[phase].micro_batch_size)

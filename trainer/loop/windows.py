@@ -78,8 +78,7 @@ def training_windows(
         shares = (split_global_batch(samples, shard, size, step.epoch, step.phase, part) for shard in shards)
         return [*chain.from_iterable(shares)]
 
-    steps = plan.rest_of_epoch(progress.position, progress.step)
-    planned, to_load = tee((step, keys_of(step)) for step in steps)
+    planned, to_load = tee((step, keys_of(step)) for step in plan.rest_of_epoch(progress.position, progress.step))
     batches = loader((key for _, keys in to_load for key in keys), ahead)
     return _windows(planned, batches, strategy, log)
 
