@@ -12,8 +12,8 @@ LINES_AND_FILES = {
     "failure": (676, 4),
     "loading": (1809, 11),
     "logs": (794, 6),
-    "loop": (6640, 32),
-    "parallel": (3085, 14),
+    "loop": (6643, 32),
+    "parallel": (3087, 14),
     "trainer": (2905, 8),
 }
 """Maximum lines and files of each folder of trainer/ except profiling; "trainer" stands for the files in no folder."""

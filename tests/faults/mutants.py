@@ -37,7 +37,7 @@ def position_off_by_one() -> None:
 
 
 def moments_not_restored() -> None:
-    Strategy.load_moments = lambda self, *state: None  # type: ignore[method-assign]
+    Strategy.load_optimizer_states = lambda self, *state: None  # type: ignore[method-assign]
 
 
 def average_not_restored() -> None:

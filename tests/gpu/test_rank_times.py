@@ -9,7 +9,7 @@ from tests.helpers.simulated_gpu import on_simulated_gpus
 from trainer.logs.run_log import SilentLog
 from trainer.loop.progress import Progress
 from trainer.loop.rank_times import REPORT_EVERY, SENT, RankTimes
-from trainer.parallel.devices import GROUP_SIZE
+from trainer.parallel.devices import LAG_STEPS
 from trainer.parallel.strategy import SingleDevice
 
 
@@ -28,7 +28,7 @@ def test_periods_follow_one_another():
         progress.step += REPORT_EVERY
         times.after_step(progress, None, SilentLog())
     for _ in range(2):
-        progress.step += GROUP_SIZE
+        progress.step += LAG_STEPS
         times.after_step(progress, None, SilentLog())
     times.after_step(progress, None, SilentLog())
     assert len(sent) == 2

@@ -46,7 +46,7 @@ def test_other_tasks_match_the_cpu_on_the_second_gpu(tmp_path, cache_dir):
 
 @on_simulated_gpus()
 def test_results_of_many_steps_match_the_cpu(tmp_path, cache_dir):
-    """80 steps exceed GROUP_SIZE and FOLD_EVERY, so results are fetched and sums are folded within the epoch."""
+    """80 steps exceed LAG_STEPS and FOLD_EVERY, so results are fetched and sums are folded within the epoch."""
     more = ["--num-train", 80, "--batch-size", 1, "--log-interval", 1000, *EXACT]
     for device in ("cuda", "cpu"):
         tiny(cache_dir, tmp_path / device, "--device", device, *more)

@@ -7,7 +7,7 @@ from trainer.logs.run_log import SilentLog
 from trainer.loop import rescue
 from trainer.loop.progress import Progress
 from trainer.loop.rescue import LastStep
-from trainer.parallel.devices import GROUP_SIZE, CudaQueue, DeviceQueue
+from trainer.parallel.devices import LAG_STEPS, CudaQueue, DeviceQueue
 
 LOG = SilentLog()
 
@@ -16,7 +16,7 @@ class Device(DeviceQueue):
     """Queue of a device that has passed `num_passed` marks."""
 
     def __init__(self):
-        super().__init__(GROUP_SIZE)
+        super().__init__(LAG_STEPS)
         self.num_made = self.num_passed = 0
 
     def mark(self):

@@ -23,7 +23,7 @@ from trainer.loop.precision import SCALE_FLOOR, Precision, StepOutcome
 from trainer.loop.progress import Progress
 from trainer.loop.totals import Totals
 from trainer.loop.watch import StepRecord
-from trainer.parallel.devices import GROUP_SIZE, DeviceQueue
+from trainer.parallel.devices import LAG_STEPS, DeviceQueue
 from trainer.parallel.strategy import SingleDevice
 
 CPU = torch.device("cpu")
@@ -131,7 +131,7 @@ def test_a_skipped_batch_leaves_no_trace_in_the_run(poison, trained, without_the
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 def test_an_overflow_seen_late_by_the_host_changes_nothing(policy, trained, without_the_batch, monkeypatch):
     """As on a GPU, the host does not wait for an outcome before the end of the epoch."""
-    monkeypatch.setattr("trainer.loop.outcomes.queue_of", lambda device: DeviceQueue(GROUP_SIZE))
+    monkeypatch.setattr("trainer.loop.outcomes.queue_of", lambda device: DeviceQueue(LAG_STEPS))
     more = ("--save-every-steps", 0, "--log-interval", 1000)
     status = 2 if policy == "stop" else 0
     directory, output, error = trained("run", *POISONED, "--on-nonfinite", policy, *more, status=status)
@@ -388,7 +388,7 @@ class Skips(SilentLog):
         self.found[int(re.search(r"optimizer step (\d+) ", text)[1])] = self.now
 
 
-@pytest.mark.parametrize("lag", [0, GROUP_SIZE])
+@pytest.mark.parametrize("lag", [0, LAG_STEPS])
 def test_every_alarm_is_reported_once_and_in_order(lag, monkeypatch):
     monkeypatch.setattr("trainer.loop.outcomes.queue_of", lambda device: DeviceQueue(lag))
     outcomes, progress, log = StepOutcomes(SingleDevice(CPU), ["train"], "skip", ""), Progress(), Skips()
@@ -402,4 +402,4 @@ def test_every_alarm_is_reported_once_and_in_order(lag, monkeypatch):
     if not lag:
         assert all(when == step for step, when in log.found.items())
     else:  # a group is read when the next group is full
-        assert log.found == {1: 2 * GROUP_SIZE - 1, 31: 2 * GROUP_SIZE - 1, 32: 3 * GROUP_SIZE - 1, 70: 99, 99: 99}
+        assert log.found == {1: 2 * LAG_STEPS - 1, 31: 2 * LAG_STEPS - 1, 32: 3 * LAG_STEPS - 1, 70: 99, 99: 99}

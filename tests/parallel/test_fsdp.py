@@ -375,7 +375,7 @@ def watch_memory():
     of the whole model.
     """
     seen = {"loading": 0, "step": 0, "peak": 0, "saving": 0}
-    step, place, from_main, begin = Precision.step, Sharded.place, Sharded.from_main, BackgroundSaver.start
+    step, place, broadcast, begin = Precision.step, Sharded.place, Sharded.broadcast, BackgroundSaver.start
 
     def held():
         return live_bytes() - seen["before"]
@@ -393,8 +393,8 @@ def watch_memory():
         seen["whole"] = 4 * sum(p.numel() * p.itemsize for p in params)
         return step(self, optimizers, params, *more)
 
-    def counting_from_main(self, value):
-        whole = from_main(self, value)
+    def counting_broadcast(self, value):
+        whole = broadcast(self, value)
         if seen["step"] == 0 and whole.numel() >= 2**15:
             seen["loading"] = max(seen["loading"], held())
         return whole
@@ -416,7 +416,7 @@ def watch_memory():
     BackgroundSaver.start = counting_begin
     reduce_scatter = torch.distributed.reduce_scatter_tensor
     torch.distributed.reduce_scatter_tensor = noting(reduce_scatter)
-    Precision.step, Sharded.place, Sharded.from_main = counting_step, counting_place, counting_from_main
+    Precision.step, Sharded.place, Sharded.broadcast = counting_step, counting_place, counting_broadcast
     gc.collect()
     return lambda: (Path(os.environ["MEMORY"]) / f"{os.getpid()}.json").write_text(json.dumps(seen))
 

@@ -198,7 +198,7 @@ def test_threads_of_process_groups_end_before_the_interpreter(tmp_path):
     before = num_gloo_threads()
     alone = RankEnvironment(0, 1, init_method=f"file://{tmp_path}/rendezvous")
     group = ProcessGroup(alone, MultiDeviceFlags("ddp"), DeviceFlags("cpu"))
-    group.gather(group.start_sum([1.0])())
+    group.all_gather_object(group.start_sum([1.0])())
     has_names = num_gloo_threads() > before
     group.close()
     if not has_names:

@@ -51,7 +51,7 @@ def in_process(environment, folder):
     state = strategy.load_on_main(lambda: state_of(*trained(seed=7)) | {"step": 3, "sums": torch.ones(2)}, LARGE)
     sent = [state["model"]["0.weight"], state["optimizers"]["train"][0]["state"][0]["exp_avg"]]
     strategy.load_weights(state["model"], model)
-    strategy.load_moments(state["optimizers"], {"train": optimizers}, torch.float32)
+    strategy.load_optimizer_states(state["optimizers"], {"train": optimizers}, torch.float32)
     moments = [optimizers[1].state[p]["exp_avg"] for p in model[2].parameters()]
     same_strides = [p.stride() == kept.stride() for p, kept in zip(model[2].parameters(), moments, strict=True)]
     found = state_of(model, optimizers) | {"step": state["step"], "sums": state["sums"], "same_strides": same_strides}

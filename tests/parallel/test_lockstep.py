@@ -14,7 +14,7 @@ from trainer.common.errors import UserError
 from trainer.logs.run_log import SilentLog
 from trainer.loop.lockstep import Fingerprint, Lockstep, num_words
 from trainer.loop.progress import Progress
-from trainer.parallel.devices import GROUP_SIZE, DeviceQueue
+from trainer.parallel.devices import LAG_STEPS, DeviceQueue
 from trainer.parallel.group import Group
 from trainer.parallel.strategy import Strategy
 
@@ -176,13 +176,13 @@ class Pair(Group):
         self.compared += 1
         return torch.stack([values[0], values[0] + self.wrong])
 
-    def gather(self, value):
+    def all_gather_object(self, value):
         return [value, value._replace(hashes=[own + self.wrong for own in value.hashes])]
 
 
 def test_ranks_on_gpus_are_compared_some_steps_later(monkeypatch):
     """Comparisons that are in flight at the same time complete in order."""
-    monkeypatch.setattr("trainer.loop.lockstep.queue_of", lambda device: DeviceQueue(GROUP_SIZE))
+    monkeypatch.setattr("trainer.loop.lockstep.queue_of", lambda device: DeviceQueue(LAG_STEPS))
     strategy, progress = Strategy(Pair([CPU])), Progress()
     lockstep = Lockstep(nn.Linear(3, 3), strategy, every=10)
     lockstep.begin(progress)
@@ -191,7 +191,7 @@ def test_ranks_on_gpus_are_compared_some_steps_later(monkeypatch):
         before = strategy.group.compared
         lockstep.after_step(progress, None, SilentLog())
         when += [progress.step] * (strategy.group.compared - before)
-    assert when == [GROUP_SIZE + step for step in range(10, 69, 10)]
+    assert when == [LAG_STEPS + step for step in range(10, 69, 10)]
     strategy.group.wrong, progress.step = 1, 10 + when[-1]
     with pytest.raises(UserError, match=r"after optimizer step 70 \(equal after step 60\) weight and 1 more"):
         lockstep.after_step(progress, None, SilentLog())

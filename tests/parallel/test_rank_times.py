@@ -123,7 +123,7 @@ class First(Group):
         self.sent = values
         return lambda: values
 
-    def gather(self, value):
+    def all_gather_object(self, value):
         return [value, "the second", "the third"]
 
 

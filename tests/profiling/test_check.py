@@ -46,7 +46,7 @@ def test_check_of_two_processes_reports_once(launcher, command):
 
 def test_wrong_sums_are_detected():
     class Wrong(Group):
-        def start_sum_in_place(self, values):
+        def start_all_reduce(self, values):
             values[-1] += 1
             return lambda: None
 
@@ -90,7 +90,7 @@ def test_processes_that_exit_while_joining_are_reported_in_one_line(alone, monke
     def lost(self, value):
         raise RuntimeError("[third_party/gloo/pair.cc:553] Connection closed by peer\nmore")
 
-    monkeypatch.setattr(ProcessGroup, "gather", lost)
+    monkeypatch.setattr(ProcessGroup, "all_gather_object", lost)
     with pytest.raises(Failure, match=r"rank 0 of 1 could not join .* --dist-timeout-s 5: .*by peer$"):
         ProcessGroup(alone, MultiDeviceFlags("ddp", dist_timeout_s=5.0), DeviceFlags("cpu"))
     assert not torch.distributed.is_initialized()

@@ -84,7 +84,7 @@ def loaders_on_device(task: Task, data_on: str, group: Group) -> dict[str, Batch
                 f"--data-on device: moves only data of type trainer.Movable, not {', '.join(stays)}; use --data-on auto"
             )
         group.together(lambda: _require_memory(needed, free, group.device))
-    elif not all(group.gather(needed <= LARGEST_SHARE * free)):
+    elif not all(group.all_gather_object(needed <= LARGEST_SHARE * free)):
         return {}
     there = iter(moved(parts, group.device))
     return {

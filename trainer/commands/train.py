@@ -56,7 +56,7 @@ def train_in_directory(flags: Flags, argv: Sequence[str], task: Task, strategy: 
     directory = RunDirectory(flags.checkpoint.save_dir, retention_of(flags.checkpoint, task), say)
     loggers: list[BackgroundLogger] = []
     strategy.group.on_main(lambda: loggers.extend(build_loggers(flags.run.logger or ())))
-    agents = sorted({agent for agent in strategy.group.gather(torchrun_agent()) if agent is not None})
+    agents = sorted({agent for agent in strategy.group.all_gather_object(torchrun_agent()) if agent is not None})
     advice = "earlier checkpoints are intact; free some space and run the same command again"
     refusing_full_disk = partial(refusing_disk_errors, f"--save-dir {directory.path}", advice, DISK_FULL)
     loading = start_loading(flags, task, strategy, trains=True)
@@ -191,7 +191,7 @@ class RunState:
     def enter(self, state: State, message: str | None = None) -> None:
         """Records a state; skips a repeated "finished". All processes must call it. Raises UserError on disk errors."""
         own = self.run.stop.signal_number if self.run is not None else None
-        received = next((number for number in self._strategy.group.gather(own) if number is not None), None)
+        received = next((number for number in self._strategy.group.all_gather_object(own) if number is not None), None)
         self._strategy.group.on_main(lambda: self._write(state, message, received))
 
     def record_failure(self, error: BaseException) -> None:

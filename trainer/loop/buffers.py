@@ -87,7 +87,7 @@ class Buffers:
         before = self._before_placeholder  # set if the last micro-batch has no samples
         changes = (self._statistics.flattened() if before is None else before) - self._statistics.kept
         flat = torch.cat([changes, torch.ones_like(changes[:1])]) * self._num_samples
-        self._pending = flat, group.start_sum_in_place(flat)
+        self._pending = flat, group.start_all_reduce(flat)
 
     def agree(self, strategy: Strategy) -> None:
         """After a step's last backward pass, sets running statistics to their sample-weighted mean over processes.
@@ -224,7 +224,7 @@ class ForwardState:
 
         Processes may have registered different buffers, because their forward passes may skip layers at random.
         """
-        kinds = {path: kind for own in group.gather(self._kinds) for path, kind in own.items()}
+        kinds = {path: kind for own in group.all_gather_object(self._kinds) for path, kind in own.items()}
         for path in kinds.keys() - self._shared.keys():
             module, _, name = path.rpartition(".")
             self._shared[path] = buffers_of(model.get_submodule(module)), name
@@ -308,9 +308,9 @@ class ForwardState:
         # a forward may have resized a non-persistent buffer, perhaps only on some processes
         fits = [_kind(tensor) == kind for tensor, kind in zip(own, kinds, strict=True)]
         device = strategy.device
-        on_main = strategy.from_main(torch.stack([torch.full((), fit, device=device) for fit in fits])).unbind()
+        on_main = strategy.broadcast(torch.stack([torch.full((), fit, device=device) for fit in fits])).unbind()
         for tensor, fit, (shape, dtype), is_sent in zip(own, fits, kinds, on_main, strict=True):
-            sent = strategy.from_main(tensor.detach() if fit else torch.zeros(shape, dtype=dtype, device=device))
+            sent = strategy.broadcast(tensor.detach() if fit else torch.zeros(shape, dtype=dtype, device=device))
             if fit and not strategy.group.is_main:
                 tensor.data.copy_(torch.where(is_sent, sent, tensor))
 

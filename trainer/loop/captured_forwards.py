@@ -60,18 +60,18 @@ class CapturedForwards:
 
     def _capture(self, net: nn.Module, batch: Batch) -> CapturedGraph:
         """Captures a forward after a rehearsal. Raises RuntimeError if the capture fails or changes the results."""
-        drawn = self._strategy.places_in_generators()
-        with self._strategy.keeping_generators(), leaving_no_trace(self._objective) as changes:
+        drawn = self._strategy.rng_positions()
+        with self._strategy.preserving_rng_states(), leaving_no_trace(self._objective) as changes:
             net(self._uploaded(batch))
-            if self._strategy.places_in_generators() != drawn:
+            if self._strategy.rng_positions() != drawn:
                 raise CannotBeCaptured(DRAWS)
             for change in changes():
                 raise CannotBeCaptured(CHANGES.format(change.path))
         inputs = self._uploaded(batch)
-        with self._strategy.keeping_generators():
+        with self._strategy.preserving_rng_states():
             expected, reads = rehearse(lambda: tensors_of(net({**inputs})))
         captured = self._graphs.capture(lambda: Packed(net({**inputs})), inputs, reads)
-        with self._strategy.keeping_generators():
+        with self._strategy.preserving_rng_states():
             found = tensors_of(_replay(captured, batch))
         name = difference(expected, found, lambda: found, lambda: expected, rounding=0.0)
         if name is not None:

@@ -166,7 +166,7 @@ class Comparison:
         passes = self._passes
         after, expected = Snapshot(passes), passes.results(self._sums)
         try:
-            with passes.strategy.keeping_generators():
+            with passes.strategy.preserving_rng_states():
                 if (changed := first_change(self._outline, outline(passes.objective))) is not None:
                     raise CannotBeCaptured(CHANGES.format(changed))
                 graph = captured or passes.capture(pool, self._micro_batch.batch, self._before)

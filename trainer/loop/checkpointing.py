@@ -188,7 +188,7 @@ def restore_progress(learner: Learner, state: Mapping[str, Any]) -> Progress:
     strategy = learner.strategy
     learner.buffers.forward_state.restore(state.get("other_buffers", {}))
     dtype = getattr(torch, state["config"]["--dtype"])
-    strategy.load_moments(state["optimizers"], learner.optimizers, dtype)
+    strategy.load_optimizer_states(state["optimizers"], learner.optimizers, dtype)
     if state["scaler"] and learner.precision.scaler.is_enabled():
         learner.precision.scaler.load_state_dict(state["scaler"])
     progress = Progress(**read_progress(state), last_save=state["step"], new_totals=totals_maker(strategy))

@@ -177,7 +177,7 @@ def check_same_parameters(objective: nn.Module, group: Group, where: str) -> Non
     own = [(name, tuple(p.shape)) for name, p in objective.named_parameters()]
     if group.agrees(own):
         return
-    models = group.gather(own)
+    models = group.all_gather_object(own)
     rank = next(rank for rank, model in enumerate(models) if model != models[0])
     expected, found = next(pair for pair in zip_longest(models[0], models[rank]) if pair[0] != pair[1])
     raise UserError(
@@ -202,10 +202,10 @@ def try_phase(learner: Learner, phase: str, example: Batch) -> tuple[bool, float
             for name, parameter in objective.named_parameters()
             if not is_sharded(parameter) and parameter.layout == torch.strided
         }
-        drawn, num_before = strategy.places_in_generators(), strategy.group.num_exchanges
+        drawn, num_before = strategy.rng_positions(), strategy.group.num_exchanges
         started = time.process_time()
         sums = net(strategy.to_device(example), phase)
-        strategy.draws_on_host |= strategy.places_in_generators() != drawn
+        strategy.draws_on_host |= strategy.rng_positions() != drawn
         told = strategy.group.num_exchanges > num_before, time.process_time() - started
         require_sums(sums, objective, phase)
         if not sums["loss"].requires_grad:
@@ -289,7 +289,7 @@ def leaves_a_single_sample(strategy: Strategy, global_batch_size: int, micro_bat
 def _leaving_no_trace(learner: Learner, net: nn.Module) -> Iterator[Callable[[], list[Change]]]:
     """Context for trial forward passes in train mode; yields a function that lists changes; undoes them on exit."""
     net.train()
-    with leaving_no_trace(learner.objective) as changes, learner.strategy.keeping_generators():
+    with leaving_no_trace(learner.objective) as changes, learner.strategy.preserving_rng_states():
         yield changes
     learner.objective.zero_grad(set_to_none=True)
 

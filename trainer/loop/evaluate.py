@@ -169,7 +169,7 @@ def example_pictures(task: Task, learner: Learner, loader: BatchLoader, num_samp
     was_training = objective.training
     objective.eval()
     try:
-        with strategy.keeping_generators(), precision.autocast(strategy.device.type):
+        with strategy.preserving_rng_states(), precision.autocast(strategy.device.type):
             return task.example_pictures(objective, batch)
     finally:
         objective.train(was_training)

@@ -106,7 +106,7 @@ class GraphedLearner(Learner, Watch):
     def settle(self, log: Log) -> None:
         """Logs each new message once, and names its ranks if not all have it. All processes must call this method."""
         group = self.strategy.group
-        of_ranks = [self._lines] if group.agrees(self._lines) else group.gather(self._lines)
+        of_ranks = [self._lines] if group.agrees(self._lines) else group.all_gather_object(self._lines)
         for line in dict.fromkeys(chain(*of_ranks)):
             ranks = [rank for rank, lines in enumerate(of_ranks) if line in lines]
             log.say(line if len(ranks) == len(of_ranks) else f"Rank {', '.join(map(str, ranks))}: {line}")

@@ -120,7 +120,7 @@ def _of_mode(learner: Learner, phase: str | None, batches: Iterator[Batch], cloc
     if first is None:
         return []
     objective, strategy, trains = learner.objective, learner.strategy, phase is not None
-    with leaving_no_trace(objective), strategy.keeping_generators(), torch.set_grad_enabled(trains):
+    with leaving_no_trace(objective), strategy.preserving_rng_states(), torch.set_grad_enabled(trains):
         objective.train(trains)
         for module in objective.modules():
             if isinstance(module, BATCH_NORMS):  # batch norm couples samples by design

@@ -152,7 +152,8 @@ class Lockstep(Watch):
         names, tensors = zip(*self._tensors().items(), strict=True)
         hashes = [int(self._fingerprint.of([tensor])) for tensor in tensors]
         group = self._strategy.group
-        accounts = group.gather(Account(group.describe_own(), arithmetic_of(group.device), hashes, self._changed()))
+        account = Account(group.describe_own(), arithmetic_of(group.device), hashes, self._changed())
+        accounts = group.all_gather_object(account)
         of_tensor = zip(*(account.hashes for account in accounts), strict=True)
         different = {name: found for name, own in zip(names, of_tensor, strict=True) if (found := self._sides(own))}
         may_differ = different.keys() & set().union(*(account.changed for account in accounts))

@@ -217,7 +217,7 @@ class MemoryGuard:
     def _first_too_large(self, task: Task, plan: Plan) -> int | None:
         """Returns the first phase whose largest micro-batch does not fit on at least one process, or None."""
         self._strategy.group.activity.enter("the dry run of the largest batch")
-        with leaving_no_trace(self._learner.objective), self._strategy.keeping_generators():
+        with leaving_no_trace(self._learner.objective), self._strategy.preserving_rng_states():
             failures = [not self._fits(task, plan, phase) for phase in range(len(task.phases))]
         found = self._strategy.group.sum(torch.tensor(failures, dtype=torch.float64)).nonzero().flatten().tolist()
         return found[0] if found else None

@@ -11,7 +11,7 @@ import torch
 from trainer.common.errors import UnfitState
 from trainer.loop.progress import Progress
 from trainer.loop.watch import Log, StepRecord, Watch
-from trainer.parallel.devices import GROUP_SIZE, queue_of
+from trainer.parallel.devices import LAG_STEPS, queue_of
 from trainer.parallel.strategy import Strategy
 
 MOST_SKIPPED_IN_A_ROW = 100
@@ -24,7 +24,7 @@ class StepOutcomes(Watch):
     advice: text for error messages that names flags which can prevent divergence.
 
     On the CPU, each step is checked immediately. On a GPU, this class copies `StepOutcome.alarm` to the host in groups
-    of `GROUP_SIZE` steps. It reads a group when the next is full, so that all processes handle alarms at the same step.
+    of `LAG_STEPS` steps. It reads a group when the next is full, so that all processes handle alarms at the same step.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class StepOutcomes(Watch):
                 self._deal_with(record, log)
             return
         self._new.append(record)
-        if len(self._new) == GROUP_SIZE:
+        if len(self._new) == LAG_STEPS:
             self._receive(log)
 
     def settle(self, log: Log) -> None:

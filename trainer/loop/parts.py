@@ -193,7 +193,9 @@ class PartTotals(Totals):
 
     def rows(self, group: Group) -> dict[str, Tensor]:
         """Gathers the sums of all processes' parts as tensors (parts, ...). All processes must call this method."""
-        return {name: value.flatten(0, 1) for name, value in as_rows(group.gather(super().unreduced())).items()}
+        return {
+            name: value.flatten(0, 1) for name, value in as_rows(group.all_gather_object(super().unreduced())).items()
+        }
 
 
 def totals_maker(strategy: Strategy) -> Callable[[], Totals]:

@@ -86,7 +86,7 @@ class RankTimes(Watch):
         if len(reports) < NUM_REPORTS or not slow:
             return []
         self._named.update(slow)
-        members = self._group.gather(self._group.describe_own())
+        members = self._group.all_gather_object(self._group.describe_own())
         return [self._account(rank, members[rank], reports.mean(0) / REPORT_EVERY) for rank in slow]
 
     def _account(self, rank: int, member: str, times: np.ndarray) -> str:

@@ -109,7 +109,7 @@ def _common_shapes(own: dict[str, tuple[int, ...]], group: Group) -> dict[str, t
     if group.agrees(own):
         return own
     shapes: dict[str, tuple[int, ...]] = {}
-    for rank, its in enumerate(group.gather(own)):
+    for rank, its in enumerate(group.all_gather_object(own)):
         for name, shape in its.items():
             require_shape(name, shape, shapes.setdefault(name, shape), f" on rank {rank}")
     return {name: shapes[name] for name in sorted(shapes)}
@@ -227,7 +227,7 @@ class PerSampleOutputs:
             return {}
         if self._arrived:
             self._land(len(self._arrived))
-        shares = group.gather_on_main((torch.cat(self._index), group.together(self._joined)))
+        shares = group.gather_object((torch.cat(self._index), group.together(self._joined)))
         whole: dict[str, Tensor] = {}
         group.on_main(lambda: whole.update(in_order(shares, num_samples)))
         return whole

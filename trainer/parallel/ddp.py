@@ -55,7 +55,7 @@ class Distributed(Strategy):
     def describe(self) -> str:
         num_hosts = len(set(self.group.hosts))
         places = f" on {num_hosts} hosts" if num_hosts > 1 else ""
-        labels = self.group.gather(device_label(self.device))
+        labels = self.group.all_gather_object(device_label(self.device))
         kinds = f"{len(labels)} x {labels[0]}" if len(set(labels)) == 1 else ", ".join(labels)
         return f"{self.name} over {self.group.backend}{places}: {kinds}"
 
@@ -76,12 +76,12 @@ class Distributed(Strategy):
         own = {name: f"{tensor.dtype} of shape {tuple(tensor.shape)}" for name, tensor in tensors.items()}
         if self.group.agrees(own):
             return
-        every = self.group.gather(own)
+        every = self.group.all_gather_object(own)
         names = {name: None for kinds in every for name in kinds}
         advice = "build the same model on all ranks, or register a buffer that may differ with persistent=False"
         refuse_differences([{name: kinds.get(name, "missing") for name in names} for kinds in every], advice)
 
-    def from_main(self, value: Tensor) -> Tensor:
+    def broadcast(self, value: Tensor) -> Tensor:
         self.group.activity.enter(EXCHANGE)
         whole = value.to(self.device).contiguous() if self.group.is_main else empty_like(value, self.device)
         _broadcast(whole)
@@ -101,16 +101,16 @@ class Distributed(Strategy):
     def load_weights(self, weights: Mapping[str, Tensor], model: nn.Module) -> None:
         own = model.state_dict()
         for name, value in weights.items():
-            own[name].copy_(self._own_part(self.from_main(value), own[name]))
+            own[name].copy_(self._own_part(self.broadcast(value), own[name]))
         model.load_state_dict(own)  # runs hooks that derive other state from the loaded state
 
     def _own_part(self, whole: Tensor, own: Tensor) -> Tensor:
         """Returns this process's shard of a full tensor. own: the current shard."""
         return whole
 
-    def own_moments(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def own_optimizer_state(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         # All processes already have the scalars, such as step counts.
-        return map_tensors(state, lambda value: self.from_main(value) if value.dim() else value)
+        return map_tensors(state, lambda value: self.broadcast(value) if value.dim() else value)
 
 
 class Replicated(Distributed):

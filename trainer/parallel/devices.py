@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GROUP_SIZE = 32
+LAG_STEPS = 32
 """Number of steps by which the host delays reading a step's results from a GPU, so that it need not wait."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameter numbers of glibc's `mallopt` (malloc.h)."""
@@ -154,7 +154,7 @@ class CudaQueue(DeviceQueue):
     pins_memory = True
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(GROUP_SIZE)
+        super().__init__(LAG_STEPS)
         self._device = device
         self._stream: torch.cuda.Stream | None = None  # stream of the last event
 
@@ -203,4 +203,4 @@ def queue_of(device: torch.device) -> DeviceQueue:
     """Returns a device's work queue."""
     if device.type == "cuda":
         return CudaQueue(device)
-    return DeviceQueue(0 if device.type == "cpu" else GROUP_SIZE)
+    return DeviceQueue(0 if device.type == "cpu" else LAG_STEPS)

@@ -118,7 +118,7 @@ class Sharded(Distributed):
                 if isinstance(own, DTensor):
                     continue
                 if own not in sent:
-                    whole = self.from_main(own.detach())
+                    whole = self.broadcast(own.detach())
                     sent[own] = nn.Parameter(whole, own.requires_grad) if isinstance(own, nn.Parameter) else whole
                 setattr(module, name, sent[own])
 
@@ -186,7 +186,7 @@ class Sharded(Distributed):
     def _own_part(self, whole: Tensor, own: Tensor) -> Tensor:
         return _part_like(whole, own) if isinstance(own, DTensor) else whole
 
-    def own_moments(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def own_optimizer_state(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         of_number = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
         moments = {
             number: map_tensors(kept, partial(self._own_moment, parameter=of_number[number]))
@@ -199,7 +199,7 @@ class Sharded(Distributed):
     def _own_moment(self, value: Tensor, parameter: Tensor) -> Tensor:
         if value.dim() == 0:  # all processes have the scalars, such as step counts
             return value
-        whole = self.from_main(value)
+        whole = self.broadcast(value)
         if value.shape == parameter.shape and isinstance(parameter, DTensor):
             return _part_like(whole, parameter)
         return DTensor.from_local(whole, self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)

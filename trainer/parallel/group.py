@@ -84,11 +84,11 @@ class Group:
         """Starts to sum a few numbers over processes; returns a function that waits for the sums and returns them."""
         return lambda: values
 
-    def start_sum_in_place(self, values: Tensor) -> Callable[[], None]:
+    def start_all_reduce(self, values: Tensor) -> Callable[[], None]:
         """Starts to sum a device tensor over processes in place; returns a function that waits for the sum."""
         return lambda: None
 
-    def stack(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         """Stacks device tensors of equal shape from all processes, ordered by rank, along a new first dimension."""
         return values[None]
 
@@ -101,11 +101,11 @@ class Group:
     def barrier(self) -> None:
         """Makes the host wait until all processes call this method; a wait on the device could not report a timeout."""
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """Returns the values of all processes, ordered by rank, on every process."""
         return [value]
 
-    def gather_on_main(self, value: T) -> list[T]:
+    def gather_object(self, value: T) -> list[T]:
         """Returns the values of all processes, ordered by rank, on rank 0, and [] on other ranks."""
         return [value]
 
@@ -121,7 +121,7 @@ class Group:
         result, refusal = result_or_refusal(function)
         lines = dict.fromkeys(str(refusal).split("\n")) if refusal is not None else {}
         sources: dict[str, list[str]] = {}
-        for rank, (found, host) in enumerate(self.gather((lines, socket.gethostname()))):
+        for rank, (found, host) in enumerate(self.all_gather_object((lines, socket.gethostname()))):
             for line in found:
                 sources.setdefault(line, []).append(f"{rank} on {host}")
         if sources:
@@ -148,7 +148,7 @@ class Group:
         facts, advice: as in `refuse_differences`.
         """
         if not self.agrees(facts):
-            refuse_differences(self.gather(dict(facts)), advice)
+            refuse_differences(self.all_gather_object(dict(facts)), advice)
 
     @property
     def num_exchanges(self) -> int:

@@ -68,13 +68,13 @@ def load_states(
     phase: str,
     optimizers: Sequence[torch.optim.Optimizer],
     saved: Sequence[Mapping[str, Any]],
-    own_moments: Callable[[dict[str, Any], torch.optim.Optimizer], dict[str, Any]],
+    own_optimizer_state: Callable[[dict[str, Any], torch.optim.Optimizer], dict[str, Any]],
     dtype: torch.dtype,
 ) -> None:
     """Loads the saved states of a phase's optimizers. Raises UserError if a state does not fit its optimizer.
 
-    saved: results of `state_of`. own_moments: selects this process's shards of a state. dtype: dtype of the parameters
-    when the states were saved.
+    saved: results of `state_of`. own_optimizer_state: selects this process's shards of a state. dtype: dtype of the
+    parameters when the states were saved.
     """
     own = [optimizer.state_dict() for optimizer in optimizers]
     types = [type(optimizer).__name__ for optimizer in optimizers]
@@ -93,7 +93,7 @@ def load_states(
         )
     for optimizer, its_saved, its_own in zip(optimizers, saved, own, strict=True):
         _refuse_other_entries(phase, its_saved, its_own, optimizer)
-        moments = own_moments(_with_settings_of(its_own, its_saved), optimizer)
+        moments = own_optimizer_state(_with_settings_of(its_own, its_saved), optimizer)
         try:
             _load_state(optimizer, moments, dtype)
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:

@@ -127,7 +127,7 @@ class ProcessGroup(Group):
         if self.backend != "nccl":
             return
         with self._failing_in_start_up():
-            gpus = self.gather(str(torch.cuda.get_device_properties(self.device).uuid))
+            gpus = self.all_gather_object(str(torch.cuda.get_device_properties(self.device).uuid))
         sharing = first_sharing_ranks([*zip(self.hosts, gpus, strict=True)])
         if sharing:  # a collective of NCCL would fail without naming the cause
             raise UserError(
@@ -159,7 +159,9 @@ class ProcessGroup(Group):
             # Separate groups, so that a step's small all-reduce never waits for gradients or for work on rank 0.
             self._host_group = dist.new_group(backend="gloo", timeout=timeout)
             self._step_group = dist.new_group(backend="gloo", timeout=timeout)
-            return store, self.gather((socket.gethostname(), os.getpid(), process_space(), set(usable_cores())))
+            return store, self.all_gather_object(
+                (socket.gethostname(), os.getpid(), process_space(), set(usable_cores()))
+            )
 
         try:
             met = within(timeout_s + MEETING_MARGIN_S, meet)
@@ -211,7 +213,7 @@ class ProcessGroup(Group):
             self.activity.enter(EXCHANGE)
             dist.barrier(group=self._step_group)
 
-    def start_sum_in_place(self, values: Tensor) -> Callable[[], None]:
+    def start_all_reduce(self, values: Tensor) -> Callable[[], None]:
         work = dist.all_reduce(values, async_op=True)
 
         def wait() -> None:
@@ -231,7 +233,7 @@ class ProcessGroup(Group):
         else:
             dist.all_reduce(values)
 
-    def stack(self, values: Tensor) -> Tensor:
+    def all_gather(self, values: Tensor) -> Tensor:
         self.activity.enter(EXCHANGE)
         found = values.new_empty(self.world_size, *values.shape)
         dist.all_gather([*found], values)
@@ -240,7 +242,7 @@ class ProcessGroup(Group):
     def sum_in_tree(self, values: Tensor) -> None:
         self.activity.enter(EXCHANGE)
         if self.backend == "gloo" and not values.is_cpu:  # gloo sends point-to-point from host memory only
-            sum_of_neighbours(self.stack(values), out=values)
+            sum_of_neighbours(self.all_gather(values), out=values)
         elif self._is_small(values):
             sum_of_neighbours(self._swapped([values] * self.world_size), out=values)
         else:  # each process sums one slice, and sends no more bytes than in a ring
@@ -268,13 +270,13 @@ class ProcessGroup(Group):
             work.wait(*limit)
         return found
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         self.activity.enter(EXCHANGE)
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self._host_group)
         return values
 
-    def gather_on_main(self, value: T) -> list[T]:
+    def gather_object(self, value: T) -> list[T]:
         self.activity.enter(EXCHANGE)
         values: list[Any] | None = [None] * self.world_size if self.is_main else None
         dist.gather_object(value, values, dst=0, group=self._host_group)

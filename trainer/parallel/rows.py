@@ -109,7 +109,7 @@ def in_global_order(group: Group, own: Mapping[str, Tensor]) -> Mapping[str, Ten
     padded = packed.new_zeros(-(-num_rows // group.world_size), packed.shape[1])
     padded[:num_own] = packed
     # Process r of w has samples r, r + w, r + 2w, ...
-    found = group.stack(padded).transpose(0, 1).flatten(0, 1)[:num_rows]
+    found = group.all_gather(padded).transpose(0, 1).flatten(0, 1)[:num_rows]
     parts = found.split([value.shape[1] * value.itemsize for value in flat], dim=1)
     return {
         name: part.contiguous().view(value.dtype).view(num_rows, *value.shape[1:])
@@ -141,7 +141,7 @@ def require_equal_exchanges(where: str, group: Group, forward: Callable[[], obje
     except _Differ:
         pass
     except Exception:
-        compared.told = group.gather(FAILED)
+        compared.told = group.all_gather_object(FAILED)
     told = compared.told
     if FAILED in told or len(set(told)) == 1:
         return
@@ -168,7 +168,7 @@ class _Compared(TorchDispatchMode):
 
     def tell(self, own: str) -> None:
         """Raises _Differ if another process runs a different collective next. own: this process's next collective."""
-        self.told = self._group.gather(own)
+        self.told = self._group.all_gather_object(own)
         if len(set(self.told)) > 1:
             raise _Differ
 

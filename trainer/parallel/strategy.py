@@ -178,14 +178,14 @@ class Strategy:
             if device.type == "cuda":
                 torch.cuda.default_generators[device.index].manual_seed(seed + replica * (not same_everywhere))
 
-    def places_in_generators(self) -> tuple[Any, ...]:
+    def rng_positions(self) -> tuple[Any, ...]:
         """Returns the positions of the host's random generators, which show whether a forward pass drew numbers."""
         numpy_state: Any = np.random.get_state()
         of_torch = b"" if self.device.type == "cpu" else torch.default_generator.get_state().numpy().tobytes()
         return random.getstate()[1][-1], numpy_state[2], of_torch
 
     @contextmanager
-    def keeping_generators(self) -> Iterator[None]:
+    def preserving_rng_states(self) -> Iterator[None]:
         """Context that restores the states of all random number generators on exit."""
         gpus = [device for device in self.group.devices if device.type == "cuda"]
         with draws_put_back(), torch.random.fork_rng(gpus):
@@ -220,7 +220,7 @@ class Strategy:
 
     # --- saving and restoring ----------------------------------------------------------------------------------------
 
-    def from_main(self, value: Tensor) -> Tensor:
+    def broadcast(self, value: Tensor) -> Tensor:
         """Returns rank 0's value, contiguous, on `device`. Other ranks pass a tensor of equal shape and dtype."""
         return value
 
@@ -264,7 +264,7 @@ class Strategy:
         """Returns a full tensor on rank 0, gathered from shards. All processes must call this method."""
         return value
 
-    def own_moments(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def own_optimizer_state(self, state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Returns this process's shards of a full optimizer state."""
         return state
 
@@ -272,7 +272,7 @@ class Strategy:
         """Loads full weights by name; other weights of the model stay the same. All processes must call this method."""
         model.load_state_dict(weights, strict=False)
 
-    def load_moments(
+    def load_optimizer_states(
         self,
         state: Mapping[str, Any],
         optimizers: Mapping[str, Sequence[torch.optim.Optimizer]],
@@ -283,7 +283,7 @@ class Strategy:
         state: lists of optimizer states by phase. dtype: dtype of the parameters when the states were saved.
         """
         for phase, several in optimizers.items():
-            load_states(phase, several, state.get(phase, []), self.own_moments, dtype)
+            load_states(phase, several, state.get(phase, []), self.own_optimizer_state, dtype)
 
 
 class SingleDevice(Strategy):

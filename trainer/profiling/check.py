@@ -137,6 +137,6 @@ def sums_are_right(group: Group) -> bool:
     numbers = torch.arange(10_000, dtype=torch.float32, device=group.device)
     expected = world_size * numbers + world_size * (world_size - 1) / 2
     values = numbers + rank
-    group.start_sum_in_place(values)()
+    group.start_all_reduce(values)()
     wrong = torch.tensor([float(not torch.equal(values, expected))], dtype=torch.float64)
     return float(group.sum(wrong)) == 0

@@ -79,6 +79,6 @@ def small_and_large_sum_s(group: Group) -> list[float]:
         timer = Timer(group.device, WARM_UP)
         for _ in range(WARM_UP + repeats):
             with timer("sum"):
-                group.start_sum_in_place(values)()
+                group.start_all_reduce(values)()
         found.append(median(timer.milliseconds("sum")) / 1e3)
     return found
