@@ -76,8 +76,9 @@ def events(directory):
 
 
 def image_steps(directory):
+    """Returns the steps of each picture, in order; files written in the same second are read in any order."""
     found = events(directory)
-    return {tag: [event.step for event in found.Images(tag)] for tag in found.Tags()["images"]}
+    return {tag: sorted(event.step for event in found.Images(tag)) for tag in found.Tags()["images"]}
 
 
 # --- content of pictures -----------------------------------------------------------------------------------------
