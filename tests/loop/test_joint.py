@@ -67,6 +67,7 @@ CASES = {
         Case("Clips", 12, amp="bf16"),
         Case("Clips", 5, amp="bf16"),
         Case("Gathers", 12),
+        *(Case("Centred", size, dropout=0.3, resumes=size < 12) for size in (12, 4)),
     ],
     2: [
         *(Case(task, 2, dropout=0.3, resumes=task in ("Joint", "Clips")) for task in NAMES),
@@ -75,6 +76,7 @@ CASES = {
         Case("Clips", 2, dropout=0.3, overlaps=True),
         Case("Gathers", 6, resumes=True),
         Case("GathersPadded", 6),
+        Case("Centred", 3, dropout=0.3, norm=True),
     ],
     3: [Case("Clips", 4, TWO_LEFT, 0.3), Case("OfTriplets", 2, TWO_LEFT, 0.3), Case("Gathers", 4, TWO_LEFT)],
 }

@@ -248,7 +248,8 @@ class ForwardState:
         if self._shared:
             lines.append(
                 f"Forward passes change the buffers {', '.join(self._shared)}. After each step, all ranks copy the "
-                "values that rank 0 computed from its own samples, so results may depend on how a batch is split."
+                "values that rank 0 computed from its own samples, so results may depend on how a batch is split. Only "
+                "changes in `joint_loss`, which gets all rows of a step, do not depend on it."
             )
         if unseen:
             lines.append(

@@ -103,8 +103,10 @@ class JointLearner(Learner, Watch):
                 shares = iter(shares_of(found))
                 self._forward.use = lambda rows: _with_gradients(rows, *next(shares))
                 if self.buffers.is_active:
-                    self.buffers.undo()
-                    self.buffers.keep()
+                    with self.buffers.forward_state.once_more():  # keeps what the joint loss changed
+                        self.buffers.undo()
+                        self.buffers.keep()
+                        return super().accumulate_window(phase, window, factor, key)
             return super().accumulate_window(phase, window, factor, key)
         finally:
             self._forward.use = self._found = None
