@@ -297,10 +297,12 @@ def test_an_evaluation_averages_the_losses_of_its_batches(cli, tmp_path):
 
 @pytest.mark.parametrize("name", ["Joint", "Gathers"])
 def test_check_task_says_what_it_cannot_check(name, cli):
-    _, out, _ = cli("--task", f"{FILE}:{name}", "--check-task", "--num-threads", 1, "--device", "cpu")
+    status, out, err = cli("--task", f"{FILE}:{name}", "--check-task", "--num-threads", 1, "--device", "cpu")
     if name == "Joint":
-        assert "so the best epoch depends on --eval-batch-size and the number of processes" in out
+        assert status == 2
+        assert "so the best epoch depends on --eval-batch-size and the number of processes" in err[0]
     else:
+        assert status == 0
         assert "The loss couples samples by design, so its dependence on batch splits is not checked." in out
 
 

@@ -1,5 +1,6 @@
 """A mean in place of a sum is refused, and any other dependence on how a batch is split is reported."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -188,6 +189,29 @@ def test_a_declared_coupled_loss_is_not_refused(monkeypatch):
     task_type = job(coupled)
     monkeypatch.setattr(task_type.objective, "coupled", True)
     assert remarks_of(task_type) == []
+
+
+class NoiseOfABatch:
+    """Data set with noise, too small to change a sum, that depends on which samples form a batch."""
+
+    def __len__(self):
+        return len(X)
+
+    def __getitems__(self, keys):
+        noise = np.random.default_rng(keys.index).normal(0, 1e-6, (len(keys.index), 4))
+        return {"x": (X.numpy()[keys.index] + noise).astype(np.float32), "y": Y.numpy()[keys.index]}
+
+
+@pytest.mark.parametrize("forward", [total, coupled])
+def test_samples_that_depend_on_their_batch_are_reported(forward, monkeypatch, tmp_path):
+    task_type = job(forward)
+    monkeypatch.setattr(task_type.objective, "coupled", forward is coupled)
+    monkeypatch.setattr(task_type, "splits", lambda task: {"train": NoiseOfABatch(), "val": NoiseOfABatch()})
+    found = remarks_of(task_type)
+    assert [line.split(":")[0] for line in found] == ["Training data", "Evaluation data"]
+    assert "'x' of the same samples differs when they are read again in another batch" in found[0]
+    with pytest.raises(UserError, match="--check-task: Training data: 'x' of the same samples differs"):
+        trainer.fit(task_type, check_task=True, device="cpu", save_dir=tmp_path)
 
 
 def test_slow_checks_are_skipped(monkeypatch):

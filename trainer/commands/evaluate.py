@@ -163,17 +163,19 @@ def _kept(folder: Path, scored: Mapping[str, Any]) -> str:
 
 
 def check_only(flags: Flags, task: Task, strategy: Strategy) -> None:
-    """Runs `--check-task`: checks in float64 that splitting a batch does not change a new model's loss and metrics."""
+    """Runs `--check-task`: checks in float64 that splitting a batch does not change a new model's loss and metrics.
+
+    Raises UserError if it does.
+    """
     if task.fitted:
         raise UserError("--check-task: the model is fitted, not trained, and has no loss to check; leave the flag out")
     exact = replace(flags, precision=replace(flags.precision, dtype="float64", amp="off"))
     with closing(assemble_run(exact, task, strategy, is_new=True)) as run:
         initialise(run.learner, exact.checkpoint, task.shipped_weights())
         prepare_training(exact, task, run.learner, run.plan.orders, run.memory)
-        lines = [
-            *check_sums(task, run.learner, no_limit=True),
-            *run.learner.buffers.forward_state.remarks(strategy.group.world_size),
-        ]
+        if found := check_sums(task, run.learner, no_limit=True):
+            raise UserError("--check-task: " + "\n".join(found))
+        lines = run.learner.buffers.forward_state.remarks(strategy.group.world_size)
         couples = run.learner.objective.coupled or run.learner.objective.is_joint
     if strategy.group.is_main:
         passed = (

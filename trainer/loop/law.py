@@ -65,8 +65,6 @@ def check_sums(task: Task, learner: Learner, no_limit: bool = False, first_s: fl
     forward pass. All processes must call this function.
     """
     objective, strategy, remarks = learner.objective, learner.strategy, list[str]()
-    if objective.coupled:
-        return remarks
     clock = _Clock(strategy.group, not no_limit, first_s)
     for index, phase in enumerate(task.phases):
         dataset = task.training_data(phase)
@@ -115,11 +113,13 @@ def _batches(
 
 
 def _of_mode(learner: Learner, phase: str | None, batches: Iterator[Batch], clock: _Clock) -> list[str]:
-    """Returns messages about the sums of a phase, or of the evaluation if phase is None."""
+    """Returns messages about the data and sums of a phase, or of the evaluation if phase is None."""
     first = next(batches, None) if clock.allows(2 * NUM_PARTS if phase is None else 1) else None
     if first is None:
         return []
     objective, strategy, trains = learner.objective, learner.strategy, phase is not None
+    if objective.coupled:
+        return _of_data(phase, first, next(batches))
     with leaving_no_trace(objective), strategy.preserving_rng_states(), torch.set_grad_enabled(trains):
         objective.train(trains)
         for module in objective.modules():
@@ -133,12 +133,28 @@ def _of_mode(learner: Learner, phase: str | None, batches: Iterator[Batch], cloc
         if not clock.allows(2 * NUM_PARTS - 1):  # counted in forwards of half the samples
             return []
         whole, other = batches
+        if found := _of_data(phase, first, whole):
+            return found
         total = _sums(learner, phase, whole)
         parts.append(_sums(learner, phase, other))
         if objective.is_joint:
             twice = _sums(learner, phase, {name: torch.cat([value, value]) for name, value in whole.items()})
             return _joint_mean(forward_name(objective, phase), len(whole["weight"]), total, parts, twice)
         return _compared(learner, phase, [whole, first, other], total, parts, clock)
+
+
+def _of_data(phase: str | None, first: Batch, whole: Batch) -> list[str]:
+    """Returns a message if samples differ between a batch and its first half."""
+    num_samples = len(first["weight"])
+    for name, value in first.items():
+        again = whole[name][:num_samples]
+        if value.shape == again.shape and ((value != again) & (value == value)).any():  # NaN equals nothing
+            return [
+                f"{'Evaluation' if phase is None else 'Training'} data: {name!r} of the same samples differs when they "
+                "are read again in another batch, so results depend on how a batch is split, and a resumed run learns "
+                "something else; let the data draw random numbers as section 2 of docs/own_task.md describes."
+            ]
+    return []
 
 
 def _sums(learner: Learner, phase: str | None, batch: Batch, seed: int = 0) -> dict[str, Tensor]:
@@ -178,11 +194,6 @@ def _compared(
     means = _means(whole, total, PERHAPS)
     if not differ and not means:
         return []
-    if (changed := _reread_differently(*batches[:2])) is not None:
-        return [
-            f"{where}: {changed!r} of the same samples differs when it is read again, so a resumed run does not learn "
-            "the same; let the data draw random numbers as section 2 of docs/own_task.md describes"
-        ]
     again = _sums(learner, phase, batches[0], seed=1)
     if any(not torch.equal(value, again.get(name, value)) for name, value in whole.items()):
         # Sums of a random forward differ by chance; only a mean still shows in sums over many seeds.
@@ -203,15 +214,6 @@ def _compared(
     if means:
         raise UserError(f"{account}, as if it were a mean; {advice_on_mean}")
     return [f"{account}, so results depend on --batch-size and the number of devices: {advice}."]
-
-
-def _reread_differently(whole: Batch, first: Batch) -> str | None:
-    """Returns the name of a tensor whose values for the same samples differ between the batch and its first half."""
-    for name, value in first.items():
-        again = whole[name][: len(value)]
-        if value.shape == again.shape and ((value != again) & (value == value)).any():  # NaN equals nothing
-            return name
-    return None
 
 
 def _require_same_shapes(where: str, whole: Sums, part: Sums, num_samples: int) -> None:

@@ -30,6 +30,7 @@ def lr_factor(progress: float, warmup: float, total: float, floor: float, schedu
         return floor + (1 - floor) * (0.5 * (1 + math.cos(math.pi * (progress - warmup) / (total - warmup))))
     if schedule == "linear":
         return floor + (1 - floor) * (total - progress) / (total - warmup)
+    assert schedule == "wsd", schedule
     start = max(warmup, (1 - WSD_DECAY_SHARE) * total)
     return floor + (1 - floor) * (1 - math.sqrt(max(progress - start, 0.0) / (total - start)))
 
