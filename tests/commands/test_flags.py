@@ -248,6 +248,17 @@ def test_a_task_with_invalid_or_reserved_flags_is_refused(refused, tmp_path):
             class Config(FlagGroup):
                 sizes: list[int] = flag((3,), "a list")
 
+        class Twice(Task):
+            @dataclass
+            class Config(FlagGroup):
+                flip: bool = flag(True, "on by default")
+                no_flip: bool = flag(False, "off by default")
+
+        class Alone(Task):
+            @dataclass
+            class Config:
+                size: int = flag(3, "size")
+
         class Empty(Task):
             @dataclass
             class Config(FlagGroup):
@@ -259,7 +270,10 @@ def test_a_task_with_invalid_or_reserved_flags_is_refused(refused, tmp_path):
         """)
     )
     refused(["Bare must define build_objective, splits"], "--task", f"{tmp_path}/odd.py:Bare")
-    refused(["Odd.Config must be a dataclass that declares the task's flags"], "--task", f"{tmp_path}/odd.py:Odd")
+    for name in ("Odd", "Alone"):
+        wrong = f"{name}.Config must be a dataclass and inherit from lockstep.FlagGroup"
+        refused([wrong], "--task", f"{tmp_path}/odd.py:{name}")
+    refused(["two fields give the flag --no-flip; rename one"], "--task", f"{tmp_path}/odd.py:Twice", "--help")
     refused(
         ["the trainer already has flags named --epochs; rename the task's flags"],
         "--task",

@@ -53,12 +53,13 @@ def test_help_fits_on_a_screen_and_help_all_shows_every_flag(script, task, monke
             parse(["--task", task, asked], SCRIPTS[script])
         assert ended.value.code == 0
         shown[asked] = capsys.readouterr().out
-    assert len(shown["--help"].splitlines()) <= 60
+    num_lines = len(shown["--help"].splitlines())
+    assert num_lines <= 60, f"--help has {num_lines} lines; use flag(..., common=True) for fewer flags"
     names = {asked: set(re.findall(r"^  (--[a-z0-9-]+)", text, re.MULTILINE)) for asked, text in shown.items()}
     groups = [*TRAINER_GROUPS[: None if SCRIPTS[script] else -1], find_task(task).Config]
     visible = [option for option in options(*groups).values() if not option.hidden]
     assert names["--help-all"] == {option.name for option in visible}
-    assert names["--help"] == {option.name for option in visible if option.common}
+    assert names["--help"] == {option.name for option in visible if option.common}, "flag(..., common=True)"
     # Help shows an example command of each task.
     assert f"--task {task} " in shown["--help"] or task == default_task() or SCRIPTS[script]
 
@@ -111,6 +112,11 @@ def documented_commands() -> list[tuple[str, str, tuple[str, ...]]]:
         (where, script, tuple(arguments)) for where, text in help_texts for script, arguments in commands_in(text)
     ]
     return list(dict.fromkeys(found))
+
+
+def test_readme_names_every_task():
+    text = (ROOT / "README.md").read_text()
+    assert [task for task in TASKS if f"| `{task}`" not in text and f"--task {task} " not in text] == []
 
 
 def test_readme_shows_both_scripts():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -194,15 +195,18 @@ def _take_from_run(
 def _defaults_of(task_type: type[Task], task_name: str, group_types: Sequence[type]) -> dict[str, Any]:
     """Returns a task's defaults for the trainer's flags, by field. Raises UserError for errors in the task's class."""
     name = task_type.__name__
-    if not dataclasses.is_dataclass(task_type.Config):
-        raise UserError(f"--task {task_name}: {name}.Config must be a dataclass that declares the task's flags")
+    if not (dataclasses.is_dataclass(task_type.Config) and issubclass(task_type.Config, FlagGroup)):
+        raise UserError(f"--task {task_name}: {name}.Config must be a dataclass and inherit from lockstep.FlagGroup")
     try:
         own = options(task_type.Config)
     except TypeError as error:
         raise UserError(f"--task {task_name}: {task_type.Config.__name__}.{error}") from None
-    if taken := sorted(options(*group_types).keys() & own.keys()):
-        names = ", ".join(map(flag_name, taken))
-        raise UserError(f"--task {task_name}: the trainer already has flags named {names}; rename the task's flags")
+    known = options(*group_types)
+    if taken := ", ".join(sorted(map(flag_name, known.keys() & own.keys()))):
+        raise UserError(f"--task {task_name}: the trainer already has flags named {taken}; rename the task's flags")
+    num_named = Counter(option.name for option in [*known.values(), *own.values()])
+    if twice := ", ".join(flag for flag, number in num_named.items() if number > 1):
+        raise UserError(f"--task {task_name}: two fields give the flag {twice}; rename one of the task's fields")
     if missing := ", ".join(sorted(task_type.__abstractmethods__)):
         raise UserError(f"--task {task_name}: {name} must define {missing}; see Task in trainer/task.py")
     # one folder per task, since a task cannot resume another task's run
