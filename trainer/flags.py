@@ -2,9 +2,10 @@
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 
@@ -33,9 +34,43 @@ RETIRED = {
 }
 """Messages for retired flags. The trainer ignores retired flags in config files and checkpoints."""
 Schedule = Literal["cosine", "linear", "constant", "wsd", "plateau"]
+OptimizerName = Literal["adamw", "adam", "sgd", "muon"]
 
 
-ADAM = {"optimizer": ("adamw", "adam", "muon")}
+class OptimizerFacts(NamedTuple):
+    """Facts about one of PyTorch's optimizers.
+
+    type: class, or () if this torch lacks it. settings: flags that set its arguments. state: its state tensors with the
+    shape of their parameter, each with the setting that creates it, or None. has_fused: whether it has a fused step,
+    which CUDA graphs can capture.
+    """
+
+    type: Any
+    settings: tuple[str, ...]
+    state: Mapping[str, str | None]
+    has_fused: bool = False
+
+
+_ADAM = (("betas", "eps"), {"exp_avg": None, "exp_avg_sq": None, "max_exp_avg_sq": "amsgrad"})
+_OF_RMSPROP = {"square_avg": None, "grad_avg": "centered", "momentum_buffer": "momentum"}
+OPTIMIZERS: Mapping[str, OptimizerFacts] = {
+    "adamw": OptimizerFacts(torch.optim.AdamW, *_ADAM, has_fused=True),
+    "adam": OptimizerFacts(torch.optim.Adam, *_ADAM, has_fused=True),
+    "sgd": OptimizerFacts(torch.optim.SGD, ("momentum", "nesterov"), {"momentum_buffer": "momentum"}, has_fused=True),
+    "muon": OptimizerFacts(getattr(torch.optim, "Muon", ()), ("momentum",), {"momentum_buffer": None}),
+    "sparse": OptimizerFacts(torch.optim.SparseAdam, *_ADAM),
+    "rmsprop": OptimizerFacts(torch.optim.RMSprop, (), _OF_RMSPROP),
+}
+"""Optimizers by `--optimizer`; "sparse" trains sparse embeddings, and only a task can choose "rmsprop"."""
+SETTINGS = tuple(dict.fromkeys(name for facts in OPTIMIZERS.values() for name in facts.settings))
+
+
+def _with(setting: str, *more: OptimizerName) -> dict[str, tuple[str, ...]]:
+    """Returns the `needs` of a flag that sets an optimizer's argument. more: other optimizers that use the flag."""
+    return {"optimizer": tuple(n for n in get_args(OptimizerName) if n in more or setting in OPTIMIZERS[n].settings)}
+
+
+ADAM = _with("betas", "muon")
 FSDP = {"multi_gpu": forms.SHARDING}
 NOT_WITH_A_USE = ("fresh", "init_from", "init_from_partial", "eval_only")
 """Fields whose flags cannot be combined with `--predict`, `--sample` or `--export`, since these do not train."""
@@ -153,9 +188,9 @@ class BatchFlags(FlagGroup):
 class LearningFlags(FlagGroup):
     """Batches and learning"""
 
-    optimizer: Literal["adamw", "adam", "sgd", "muon"] = flag(
+    optimizer: OptimizerName = flag(
         "adamw", "optimizer; muon: Muon for the weight matrices of hidden layers, AdamW for other parameters; a task "
-        "may define its own optimizer", common=True, displaces=("betas", "eps", "momentum", "nesterov"),
+        "may define its own optimizer", common=True, displaces=SETTINGS,
     )  # fmt: skip
     lr: float = flag(1e-3, "learning rate after warm-up", common=True, above=0)
     min_lr: float = flag(
@@ -190,10 +225,10 @@ class LearningFlags(FlagGroup):
     )
     eps: float | None = flag(None, "epsilon of adamw, adam and muon's AdamW part (default: 1e-08)", needs=ADAM, above=0)
     momentum: float | None = flag(
-        None, "momentum of sgd and muon (default: 0 for sgd, 0.95 for muon)", needs={"optimizer": ("sgd", "muon")},
-        at_least=0, below=1,
+        None, "momentum of sgd and muon (default: 0 for sgd, 0.95 for muon)", needs=_with("momentum"), at_least=0,
+        below=1,
     )  # fmt: skip
-    nesterov: bool = flag(False, "sgd: use Nesterov momentum; muon always uses it", needs={"optimizer": ("sgd",)})
+    nesterov: bool = flag(False, "sgd: use Nesterov momentum; muon always uses it", needs=_with("nesterov"))
     max_grad_norm: float = flag(1.0, "clip the global gradient norm to NORM; 0: no clipping", at_least=0)
     sam_rho: float = flag(
         0.0, "radius of sharpness-aware minimisation (SAM), for example 0.05; each step uses the gradient at weights "

@@ -114,7 +114,6 @@ def test_errors_of_a_command_line_are_shown_together(args, parts, refused, tmp_p
         ("--multi-gpu fsdp --sync-bn", ["--sync-bn: needs --multi-gpu ddp on GPUs"]),
         ("--multi-gpu ddp --backend nccl", ["--backend nccl: needs GPUs"]),
         ("--multi-gpu fsdp --find-unused-parameters", ["--find-unused-parameters: --multi-gpu fsdp does not use it"]),
-        ("--multi-gpu fsdp --optimizer muon", ["--optimizer muon: orthogonalises whole matrices"]),
         (
             "--multi-gpu ddp --reshard never --shard-size 2",
             ["--reshard never: --multi-gpu ddp does not use it", "--shard-size 2: --multi-gpu ddp does not use it"],

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.helpers.replicas import ReplicasOnCpu
 from tests.helpers.replicas import trained as train_on_replicas
 from tests.helpers.token_task import NUM_TRAIN, Classifier, Samples
 from tests.helpers.weights import difference
+from trainer.flags import OptimizerName
 from trainer.loading.order import EpochOrder
 
 FILE = ROOT / "tests" / "helpers" / "token_task.py"
@@ -123,6 +125,11 @@ CASES = {
         "OwnSchedule", (), adamw, lambda progress, step: 1 - step / (EPOCHS * STEPS), has_warmup=False
     ),
 }  # fmt: skip
+
+
+def test_every_optimizer_has_a_case():
+    """Except Muon, which computes in bfloat16; tests/loop/test_optimizers.py compares it."""
+    assert {*get_args(OptimizerName)} - {"muon"} <= CASES.keys()
 
 
 def clip(params):

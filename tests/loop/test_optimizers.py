@@ -1,7 +1,9 @@
 """A run builds the right optimizers for its parameters, and removing torch's compiler wrappers changes no result."""
 
 import copy
+import inspect
 import pickle
+from typing import get_args
 
 import pytest
 import torch
@@ -10,10 +12,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tests.helpers.token_task import LayerWise, Sparse, TokenFlags, Tokens
 from trainer.common.errors import UserError
-from trainer.flags import LearningFlags
+from trainer.config import options, shown
+from trainer.flags import OPTIMIZERS, LearningFlags, OptimizerName
 from trainer.loop.optimizers import (
     SGD,
     build_optimizers,
+    can_be_captured,
     completed_groups,
     hidden_matrices,
     moments_of,
@@ -22,6 +26,7 @@ from trainer.loop.optimizers import (
 from trainer.loop.precision import Precision, _step_on_device
 from trainer.parallel.ddp import Replicated
 from trainer.parallel.group import Group
+from trainer.parallel.optimizer_states import load_states, state_of
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 or newer")
 
@@ -386,27 +391,42 @@ def test_the_gradient_scaler_unscales_what_each_optimizer_trains():
     assert all(torch.equal(weight, torch.zeros(2)) for weight in weights)
 
 
-# --- memory ------------------------------------------------------------------------------------------------------
+# --- facts of OPTIMIZERS ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("flags", "moments"),
-    [({}, 2), ({"optimizer": "adam"}, 2), ({"optimizer": "sgd"}, 0), ({"optimizer": "sgd", "momentum": 0.9}, 1)],
-)
-def test_estimated_optimizer_memory_equals_measured_memory(flags, moments):
-    optimizers, model = built(Tokens, **flags)
-    estimated = moments_of(optimizers)
-    assert len(estimated) == moments * len(list(model.parameters()))
-    model(torch.arange(8).view(2, 4)).sum().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    kept = [value for o in optimizers for state in o.state.values() for value in state.values() if value.dim()]
-    assert sum(value.nbytes for value in kept) == sum(p.nbytes for p in estimated)
-    if moments:
-        assert moments_of(optimizers, only_to_come=True) == []
+@pytest.mark.parametrize("setting", ["None", "amsgrad", "centered", "momentum"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_does_what_its_facts_state(name, setting):
+    """This includes the estimated memory, graphs, and the check of a resumed state."""
+    facts = OPTIMIZERS[name]
+    known = inspect.signature(facts.type).parameters if facts.type else {}
+    if setting not in ("None", *known) or not known:
+        pytest.skip("torch has no such optimizer or setting")
+    params = [nn.Parameter(torch.ones(3, 2)) for _ in range(2)]
+    given = {"fused": facts.has_fused, setting: True}
+    optimizer = facts.type(params, lr=0.1, **{name: value for name, value in given.items() if name in known})
+    assert can_be_captured(optimizer) == facts.has_fused == ("fused" in known)
+    estimated = moments_of([optimizer])
+    for parameter in params:
+        parameter.grad = torch.ones(3, 2).to_sparse(1) if name == "sparse" else torch.ones(3, 2)
+    optimizer.step()
+    kept = [{k: v for k, v in optimizer.state[p].items() if isinstance(v, torch.Tensor) and v.dim()} for p in params]
+    assert all(its.keys() <= facts.state.keys() for its in kept)
+    assert sum(value.nbytes for its in kept for value in its.values()) == sum(p.nbytes for p in estimated)
+    if estimated:
+        assert moments_of([optimizer], only_to_come=True) == []
+    for entry in kept[0]:
+        saved = state_of(optimizer)
+        del saved["state"][0][entry]
+        with pytest.raises(UserError, match=r"checkpoint (has different entries|was trained without this setting)"):
+            load_states("train", [optimizer], [saved], lambda state, _: state, torch.float32)
 
 
-@needs_muon
-def test_muon_keeps_one_moment_per_weight():
-    (muon, adamw), _ = built(Tokens, optimizer="muon")
-    assert (len(moments_of([muon])), len(moments_of([adamw]))) == (1, 8)
+@pytest.mark.parametrize("name", get_args(OptimizerName))
+def test_help_texts_state_each_optimizers_settings(name):
+    facts, known = OPTIMIZERS[name], options(LearningFlags)
+    assert name in known["weight_decay"].help
+    for setting in facts.settings:
+        assert name in known[setting].needs["optimizer"] and name in known[setting].help
+        default = inspect.signature(facts.type).parameters[setting].default if facts.type else ""
+        assert default is False or shown(default) in known[setting].without_value

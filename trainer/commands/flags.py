@@ -104,11 +104,6 @@ def contradictions(flags: Flags) -> list[str]:
         found.append(f"--warmup-epochs {warmup:g}: must not exceed --epochs {epochs}")
     if flags.learning.optimizer == "muon" and not hasattr(torch.optim, "Muon"):
         found.append(f"--optimizer muon: torch {torch.__version__} has no Muon; use torch>=2.9 or another optimizer")
-    if flags.learning.optimizer == "muon" and flags.multi is not None and flags.multi.multi_gpu in forms.SHARDING:
-        found.append(
-            "--optimizer muon: orthogonalises whole matrices, but each process of --multi-gpu fsdp holds only a "
-            "shard; use --multi-gpu ddp or another optimizer"
-        )
     if flags.batch.parts and flags.multi is not None:
         parts, multi_gpu = f"--parts {flags.batch.parts}", flags.multi.multi_gpu
         if multi_gpu not in (None, forms.USUAL):

@@ -10,8 +10,8 @@ FormName = Literal["dp", "ddp", "fsdp"]
 class Form:
     """Features of a multi-device strategy.
 
-    has_processes: runs one process per device, which a launcher may start. shards: each process has only a shard of
-    each parameter, so `--optimizer muon` is not supported.
+    has_processes: runs one process per device, which a launcher may start. shards: each process has only shards of
+    parameters.
     """
 
     name: FormName

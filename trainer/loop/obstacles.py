@@ -12,7 +12,7 @@ from trainer.common.errors import reason
 from trainer.common.torch_private import has_hooks, hooked_module
 from trainer.loop.buffers import Buffers
 from trainer.loop.memory import lacks_memory
-from trainer.loop.optimizers import can_be_captured
+from trainer.loop.optimizers import CAPTURABLE, can_be_captured
 from trainer.loop.precision import Precision
 from trainer.parallel.strategy import Strategy
 from trainer.task import Objective, sparse_parameters
@@ -57,7 +57,7 @@ def obstacle_to_update(objective: Objective, optimizers: Sequence[Optimizer], bu
         return f"{type(objective).__name__} has its own after_step"
     for optimizer in optimizers:
         if not can_be_captured(optimizer):
-            return f"{type(optimizer).__name__} is not a fused Adam, AdamW or SGD without hooks"
+            return f"{type(optimizer).__name__} is not a fused {' or '.join(CAPTURABLE)} without hooks"
     if buffers.forward_state.is_active:
         return "forward passes change buffers, which each step copies to new memory"
     return None

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from trainer.common.errors import UserError
 from trainer.common.tensors import is_sharded
 from trainer.common.torch_private import has_step_hooks, reads_found_inf
-from trainer.config import shown
-from trainer.flags import LearningFlags
+from trainer.config import given_flags
+from trainer.flags import OPTIMIZERS, SETTINGS, LearningFlags
 from trainer.loop.ema import keeps_average
-from trainer.parallel.optimizer_states import remember_settings
+from trainer.parallel.optimizer_states import facts_of, remember_settings
 from trainer.task import Objective, ParamGroup, Task, method_name, sparse_parameters
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -32,8 +32,7 @@ def build_optimizers(
     own = task.build_optimizers(phase, [dict(group) for group in groups], learning.lr)
     if own is not None:
         _refuse(task, "build_optimizers", phase, _problem_of_own(own, groups, learning.lr))
-        given = _given(learning, "betas", "eps", "momentum")
-        useless = " and ".join(f"--{name} {shown(value)}" for name, value in given.items())
+        useless = " and ".join(given_flags(learning, SETTINGS))
         _refuse(task, "build_optimizers", phase, f"{useless} would have no effect; leave it out" if useless else None)
         for optimizer in own:
             if keeps_average(optimizer):
@@ -109,32 +108,20 @@ def by_flags(
     """
     rows, dense = _divided(groups, sparse)
     matrices, others = _divided(dense, hidden)
-    adam = _given(learning, "betas", "eps")
-    sgd = _given(learning, "momentum", "nesterov")
-    types: dict[str, tuple[Any, dict[str, Any]]] = {
-        "adamw": (torch.optim.AdamW, adam),
-        "adam": (torch.optim.Adam, adam),
-        "sgd": (SGD, sgd),
-        "muon": (torch.optim.AdamW, adam),
-    }
-    optimizer_type, settings = types[learning.optimizer]
-    # Fused optimizers reject complex parameters, and fused SGD rejects sharded ones. An explicit fused=False would also
-    # disable `foreach`.
-    params = [p for group in others for p in group["params"]]
-    if all(p.is_floating_point() and not (learning.optimizer == "sgd" and is_sharded(p)) for p in params):
-        settings = settings | {"fused": True}
-    parts = [(others, optimizer_type, settings), (rows, torch.optim.SparseAdam, adam)]
-    if matrices:
-        momentum = _given(learning, "momentum")
-        # Makes Muon's updates as large as AdamW's, so that both can use one learning rate (Liu et al., 2025,
-        # arXiv:2502.16982, section 2).
-        parts.insert(0, (matrices, torch.optim.Muon, momentum | {"adjust_lr_fn": "match_rms_adamw"}))
-    return [without_compiler(kind)(part, lr=learning.lr, **its) for part, kind, its in parts if part]
-
-
-def _given(learning: LearningFlags, *names: str) -> dict[str, Any]:
-    """Returns the values of the named flags that are set."""
-    return {name: value for name in names if (value := getattr(learning, name)) is not None}
+    built = []
+    for key, part in (("muon", matrices), ("adamw" if hidden else learning.optimizer, others), ("sparse", rows)):
+        facts, params = OPTIMIZERS[key], [p for group in part for p in group["params"]]
+        its = {name: value for name in facts.settings if (value := getattr(learning, name)) is not None}
+        # Fused steps reject complex parameters, and SGD's sharded ones; an explicit fused=False disables `foreach`.
+        if facts.has_fused and all(p.is_floating_point() and not (key == "sgd" and is_sharded(p)) for p in params):
+            its["fused"] = True
+        if key == "muon":
+            # Makes Muon's updates as large as AdamW's, so that both can use one learning rate (Liu et al., 2025,
+            # arXiv:2502.16982, section 2).
+            its["adjust_lr_fn"] = "match_rms_adamw"
+        if part:
+            built.append(without_compiler(SGD if key == "sgd" else facts.type)(part, lr=learning.lr, **its))
+    return built
 
 
 def hidden_matrices(task: Task, model: nn.Module) -> set[Tensor]:
@@ -230,12 +217,12 @@ class SGD(torch.optim.SGD):
         return inspect.unwrap(torch.optim.SGD.step)(self, closure)
 
 
-_CAPTURABLE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, SGD)
+CAPTURABLE = {facts.type.__name__: facts.type for facts in OPTIMIZERS.values() if facts.has_fused}
 
 
 def can_be_captured(optimizer: Optimizer) -> bool:
     """Returns whether a CUDA graph can capture an optimizer's step, with `lr` and `found_inf` read on the GPU."""
-    is_known = getattr(type(optimizer), "plain", type(optimizer)) in _CAPTURABLE
+    is_known = getattr(type(optimizer), "plain", type(optimizer)) in (SGD, *CAPTURABLE.values())
     return is_known and reads_found_inf(optimizer) and not has_step_hooks(optimizer)
 
 
@@ -256,6 +243,5 @@ def moments_of(optimizers: Sequence[Optimizer], only_to_come: bool = False) -> l
 
 
 def _num_moments(optimizer: Optimizer, group: ParamGroup) -> int:
-    if isinstance(optimizer, torch.optim.SGD):
-        return 1 if group["momentum"] else 0
-    return 1 if type(optimizer).__name__ == "Muon" else 2  # by name, because torch 2.8 lacks the class
+    facts = facts_of(optimizer)
+    return 2 if facts is None else sum(needed is None or bool(group.get(needed)) for needed in facts.state.values())

@@ -14,18 +14,17 @@ from torch import Tensor
 
 from trainer.common.errors import UserError, reason
 from trainer.common.tensors import is_sharded, map_tensors
-
-TORCH_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.SparseAdam)
-OF_A_PARAMETER = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
-"""State entries of TORCH_OPTIMIZERS that have the shape of their parameter."""
-
-_MAKES = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
-"""State entries of PyTorch's Adam and RMSprop that exist only with a setting, by setting."""
+from trainer.flags import OPTIMIZERS, OptimizerFacts
 
 CHANGED = "changed"
 """Key in a saved parameter group; the value lists the names of the settings that changed during training."""
 
 _initial: "WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]]" = WeakKeyDictionary()
+
+
+def facts_of(optimizer: torch.optim.Optimizer) -> OptimizerFacts | None:
+    """Returns the facts about the class in OPTIMIZERS that an optimizer belongs to, or None for other optimizers."""
+    return next((facts for facts in OPTIMIZERS.values() if isinstance(optimizer, facts.type)), None)
 
 
 def remember_settings(optimizer: torch.optim.Optimizer) -> None:
@@ -250,9 +249,8 @@ def _refuse_other_entries(
 ) -> None:
     """Raises UserError if a saved state does not fit an optimizer.
 
-    own: the optimizer's current `state_dict()`. In PyTorch's optimizers, state tensors must have the shape of their
-    parameter, and all parameters of a group must have the same entries; otherwise the first step after a resume would
-    fail.
+    own: the optimizer's current `state_dict()`. For OPTIMIZERS, state tensors must have the shape of their parameter,
+    and all parameters of a group must have the same entries; otherwise the first step after a resume would fail.
     """
     advice = "start over with --fresh, or load only the checkpoint's weights with --init-from in another --save-dir"
     missing = [name for name in own if name not in saved]
@@ -261,26 +259,25 @@ def _refuse_other_entries(
             f"the optimizer {type(optimizer).__name__} of phase {phase!r} keeps {missing[0]!r}, which the checkpoint "
             f"does not have; undo the change to the optimizers, {advice}"
         )
-    state = saved.get("state", {})
-    for group in own["param_groups"] if isinstance(optimizer, torch.optim.Adam | torch.optim.RMSprop) else ():
+    state, facts = saved.get("state", {}), facts_of(optimizer)
+    if facts is None:
+        return
+    for group in own["param_groups"]:
         its = [state[number] for number in group["params"] if number in state]
-        for setting, entry in _MAKES.items():
-            if group.get(setting) and any(entry not in kept for kept in its):
+        known = [kept for kept in its if kept.keys() & facts.state.keys()]  # of a derived class, maybe none
+        for entry, setting in facts.state.items():
+            if setting is not None and group.get(setting) and any(entry not in kept for kept in known):
                 raise UserError(
                     f"{type(optimizer).__name__} of phase {phase!r} has {setting}={group[setting]}, but the checkpoint "
                     f"was trained without this setting; undo the change, {advice}"
                 )
-    if not isinstance(optimizer, TORCH_OPTIMIZERS):
-        return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for group in saved["param_groups"]:
-        names = [state[number].keys() for number in group["params"] if number in state]
-        if any(its != names[0] for its in names):
+        if any(kept.keys() != its[0].keys() for kept in its):
             raise UserError(
                 f"optimizers.{phase} of the checkpoint has different entries for parameters of the same group; {advice}"
             )
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, kept in state.items():
-        for name in OF_A_PARAMETER & kept.keys() if type(number) is int else ():
+        for name in facts.state.keys() & kept.keys() if type(number) is int else ():
             value = kept[name]
             if value is None:  # SGD before its first step
                 continue
