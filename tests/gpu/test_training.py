@@ -61,6 +61,16 @@ def test_optimizers_that_make_the_host_wait_match_the_cpu(tmp_path, cache_dir):
             run(cache_dir, "--task", f"{HELPERS / 'token_task.py'}:{name}", "--epochs", 1, "--batch-size", 18, *EXACT,
                 "--device", device, "--save-dir", tmp_path / name / device)  # fmt: skip
         assert_same(tmp_path / name / "cuda", tmp_path / name / "cpu")
+    assert any(wait.in_step for wait in GPUS.waits)
+
+
+@on_simulated_gpus()
+def test_an_own_optimizer_that_reads_found_inf_never_makes_the_host_wait(tmp_path, cache_dir):
+    """Steps that are not finite change nothing."""
+    task = ["--task", f"{HELPERS / 'poisoned_task.py'}:PoisonedDescent", *POISONED[2:], "--epochs", 2]
+    for device in ("cuda", "cpu"):
+        tiny(cache_dir, tmp_path / device, "--device", device, "--on-nonfinite", "skip", *EXACT, *task)
+    assert_same(tmp_path / "cuda", tmp_path / "cpu")
 
 
 @on_simulated_gpus()

@@ -72,3 +72,21 @@ class StepNorm(nn.Module):
 
     def forward(self, features):
         return self.norm(features.flatten(0, 1)).view(features.shape)
+
+
+class Descent(torch.optim.Optimizer):
+    """Gradient descent, which skips steps on the GPU as docs/own_task.md states."""
+
+    _step_supports_amp_scaling = True
+    found_inf = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(torch.where(self.found_inf == 1, p, p - group["lr"] * p.grad))
+
+
+class PoisonedDescent(Poisoned):
+    def build_optimizers(self, phase, groups, lr):
+        return [Descent(groups, {"lr": lr})]
