@@ -20,7 +20,8 @@ class Recording(Logger):
 
     def start(self, run):
         self.file = (run.directory / RECORD).open("a", buffering=1)
-        self.write("start", id=run.id, step=run.step, last_report=run.last_report, lr=run.config["lr"])
+        given = {"lr": run.config["lr"], "interval": run.config["log-interval"]}
+        self.write("start", id=run.id, step=run.step, last_report=run.last_report, **given)
 
     def say(self, line):
         self.write("say", line=line)
@@ -40,6 +41,19 @@ class Recording(Logger):
         thread = threading.current_thread()
         is_main = thread is threading.main_thread()
         self.file.write(json.dumps({"method": method, "process": os.getpid(), "main_thread": is_main} | told) + "\n")
+
+
+class WithoutRepeats(Recording):
+    """Drops the records that a resumed run repeats, as docs/loggers.md states."""
+
+    def start(self, run):
+        path, kept = run.directory / RECORD, []
+        for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
+            record = json.loads(line)
+            last = run.step if record.get("event") == "step" else run.last_report
+            kept += [line] * (record["method"] == "metrics" and record["step"] <= last)
+        path.write_text("".join(kept))
+        super().start(run)
 
 
 class Other(Recording):

@@ -3,6 +3,7 @@
 import errno
 import importlib
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from tests.conftest import ROOT, STEPS_PER_EPOCH, TINY, assert_same_bits, contents, load, read_metrics
+from tests.conftest import ROOT, STEPS_PER_EPOCH, TINY, assert_same_bits, contents, cut_back, load, read_metrics
 from tests.faults.job import Forks
 from tests.helpers import recording_logger
 from tests.helpers.recording_logger import METHODS, RECORD, Recording, logged_run
@@ -66,7 +67,9 @@ def run_with(tmp_path):
     """Logs 3 epochs with a logger; returns the longest call but `close`, in seconds."""
 
     def run(logger):
-        log = RunLog(logged_run(tmp_path, config={"lr": 0.5}), own=[BackgroundLogger(logger, "--logger x")])
+        log = RunLog(
+            logged_run(tmp_path, config={"lr": 0.5, "log-interval": 1}), own=[BackgroundLogger(logger, "--logger x")]
+        )
         log.state = "finished"
         calls = [(log.say, "It begins.")]
         for epoch in range(1, 4):
@@ -104,6 +107,7 @@ def test_a_logger_gets_all_events_in_order_and_does_not_change_training(train, t
     assert [call["method"] for call in calls if call["method"] in ("start", "end")] == ["start", "end"]
     first, last = calls[0], calls[-1]
     assert (first["id"], first["step"], first["last_report"], first["lr"]) == (config["run_id"], 0, 0, 0.01)
+    assert first["interval"] == 1
     assert (last["method"], last["state"]) == ("end", "finished")
     assert not any(call["main_thread"] for call in calls)
     said = [call["line"] for call in calls if call["method"] == "say"]
@@ -158,6 +162,20 @@ def test_a_stopped_run_resumes_with_the_same_tracking_id(cli, train, tmp_path):
     assert steps == list(range(1, 3 * STEPS_PER_EPOCH + 1))
 
 
+@pytest.mark.parametrize("step", [2, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1])
+def test_a_logger_can_drop_what_a_resumed_run_repeats(step, train, tmp_path):
+    """After a kill, the logger's file has each record of metrics.jsonl once."""
+    argv = ["--epochs", 2, "--log-interval", 1, "--save-every-steps", 1, "--keep-checkpoints", 0]
+    train(tmp_path / "whole", *argv, *named("WithoutRepeats"))
+    entries = json.loads((tmp_path / "whole" / "manifest.json").read_text())["checkpoints"]
+    cut_back(tmp_path / "whole", [entry for entry in entries if entry["step"] <= step], tmp_path / "resumed")
+    shutil.copy(tmp_path / "whole" / RECORD, tmp_path / "resumed")
+    train(tmp_path / "resumed", *argv, *named("WithoutRepeats"))
+    written = [json.loads(line) for line in (tmp_path / "resumed" / "metrics.jsonl").read_text().splitlines()]
+    found = [(call["event"], call["step"]) for call in logged(tmp_path / "resumed", "metrics")]
+    assert found == [(record["event"], record["step"]) for record in written]
+
+
 @pytest.mark.slow
 def test_only_one_of_several_processes_logs(environment, tmp_path):
     run = Forks([*TINY, "--save-dir", tmp_path / "run", *named("Recording")], 2, tmp_path / "job", environment)
@@ -186,7 +204,9 @@ def test_each_of_several_runs_has_its_own_tracking_run(command, tmp_path):
 
 
 def test_loggers_end_even_if_the_disk_is_full(tmp_path, monkeypatch):
-    log = RunLog(logged_run(tmp_path, config={"lr": 0.5}), own=[BackgroundLogger(Recording(), "--logger x")])
+    log = RunLog(
+        logged_run(tmp_path, config={"lr": 0.5, "log-interval": 1}), own=[BackgroundLogger(Recording(), "--logger x")]
+    )
 
     def full(state):
         raise OSError(errno.ENOSPC, "No space left on device")

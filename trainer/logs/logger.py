@@ -17,8 +17,9 @@ class LoggedRun:
     """Description of a run for its loggers.
 
     id: 12 hexadecimal digits, unchanged when the run resumes. directory: `--save-dir`. config: values of all flags in
-    JSON types, by name without leading dashes, such as "lr". step: optimizer steps completed at the start, 0 for a new
-    run; a resumed run logs later steps again. last_report: completed steps at the last epoch end or evaluation.
+    JSON types, by name without leading dashes, such as "log-interval". step: optimizer steps completed at the start, 0
+    for a new run; a resumed run logs later steps again. last_report: completed steps at the last epoch end or
+    evaluation; a resumed run logs later ones again.
     """
 
     id: str
