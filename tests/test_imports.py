@@ -304,16 +304,27 @@ def private_names_of_torch(path: Path, known: set[str]) -> Iterator[tuple[int, s
     """
     of_torch = {name for kind in (nn.Module, torch.optim.Optimizer) for name in dir(kind) if is_private(name)}
     of_torch |= {name for name in dir(nn.parallel.DistributedDataParallel) if is_private(name)}
+    only_torch = names_in_torch_private() - {"_buffers", "_workers"}  # the project has attributes of these names
     for line, name in used_names(path):
         if name.startswith("torch.") and any(map(is_private, name.split("."))):
             yield line, name
     for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Attribute) and is_private(node.attr) and not is_own(node.value):
-            if node.attr not in (known - of_torch) | PRIVATE_OF_OTHERS:
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            allowed = is_own(node.value) or node.attr in (known - of_torch) | PRIVATE_OF_OTHERS
+            if node.attr in only_torch or not allowed:
                 yield node.lineno, f".{node.attr}"
         elif isinstance(node, ast.ClassDef):
             methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
             yield from ((each.lineno, each.name) for each in methods if node.bases and each.name in of_torch)
+
+
+@cache
+def names_in_torch_private() -> set[str]:
+    """Returns the private attributes, named directly or in a string, that the file of torch's private names uses."""
+    nodes = list(ast.walk(tree_of(modules()[PRIVATE_NAMES])))
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    names |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return {name for name in names if is_private(name)}
 
 
 def is_own(owner: ast.AST) -> bool:
@@ -343,8 +354,10 @@ def test_private_names_are_detected(tmp_path):
         "import torch\nfrom torch.utils._pytree import tree_map\n"
         "class Model(torch.nn.Module):\n    def _apply(self, fn): return super()._apply(fn)\n"
         "    def own(self, group): return torch._foreach_norm([group._get_backend(), self._kept])\n"
+        "class Sgd(torch.optim.SGD):\n    def skip(self): self._step_supports_amp_scaling = True\n"
     )
-    found = {name for _, name in private_names_of_torch(tmp_path / "model.py", {"_apply", "_kept"})}
+    known = {"_apply", "_kept", "_step_supports_amp_scaling"}
+    found = {name for _, name in private_names_of_torch(tmp_path / "model.py", known)}
     assert found == {
         "torch.utils._pytree.tree_map",
         "_apply",
@@ -352,6 +365,7 @@ def test_private_names_are_detected(tmp_path):
         "torch._foreach_norm",
         "._get_backend",
         "._foreach_norm",
+        "._step_supports_amp_scaling",
     }
 
 
