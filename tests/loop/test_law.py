@@ -214,6 +214,15 @@ def test_samples_that_depend_on_their_batch_are_reported(forward, monkeypatch, t
         trainer.fit(task_type, check_task=True, device="cpu", save_dir=tmp_path)
 
 
+def test_rank_0_decides_whether_samples_differ(monkeypatch):
+    """A process whose own samples differ continues the check if rank 0 found no difference."""
+    task_type = job(total)
+    monkeypatch.setattr(task_type, "splits", lambda task: {"train": NoiseOfABatch(), "val": NoiseOfABatch()})
+    of_rank_0 = lambda group, function: True if function() is True else []  # noqa: E731
+    monkeypatch.setattr("trainer.parallel.group.Group.on_main", of_rank_0)
+    assert remarks_of(task_type) == []
+
+
 def test_slow_checks_are_skipped(monkeypatch):
     for name in ("SHARE_OF_START", "LEAST_S"):
         monkeypatch.setattr(f"trainer.loop.law.{name}", 0.0)

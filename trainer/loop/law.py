@@ -119,7 +119,7 @@ def _of_mode(learner: Learner, phase: str | None, batches: Iterator[Batch], cloc
         return []
     objective, strategy, trains = learner.objective, learner.strategy, phase is not None
     if objective.coupled:
-        return _of_data(phase, first, next(batches))
+        return _of_data(phase, first, next(batches), strategy.group)
     with leaving_no_trace(objective), strategy.preserving_rng_states(), torch.set_grad_enabled(trains):
         objective.train(trains)
         for module in objective.modules():
@@ -133,7 +133,7 @@ def _of_mode(learner: Learner, phase: str | None, batches: Iterator[Batch], cloc
         if not clock.allows(2 * NUM_PARTS - 1):  # counted in forwards of half the samples
             return []
         whole, other = batches
-        if found := _of_data(phase, first, whole):
+        if found := _of_data(phase, first, whole, strategy.group):
             return found
         total = _sums(learner, phase, whole)
         parts.append(_sums(learner, phase, other))
@@ -143,18 +143,18 @@ def _of_mode(learner: Learner, phase: str | None, batches: Iterator[Batch], cloc
         return _compared(learner, phase, [whole, first, other], total, parts, clock)
 
 
-def _of_data(phase: str | None, first: Batch, whole: Batch) -> list[str]:
-    """Returns a message if samples differ between a batch and its first half."""
-    num_samples = len(first["weight"])
-    for name, value in first.items():
-        again = whole[name][:num_samples]
-        if value.shape == again.shape and ((value != again) & (value == value)).any():  # NaN equals nothing
-            return [
-                f"{'Evaluation' if phase is None else 'Training'} data: {name!r} of the same samples differs when they "
-                "are read again in another batch, so results depend on how a batch is split, and a resumed run learns "
-                "something else; let the data draw random numbers as section 2 of docs/own_task.md describes."
-            ]
-    return []
+def _of_data(phase: str | None, first: Batch, whole: Batch, group: Group) -> list[str]:
+    """Returns a message if samples of rank 0, which decides for all, differ between a batch and its first half."""
+    size = len(first["weight"])
+    pairs = [(name, one, two) for name, one in first.items() if one.shape == (two := whole[name][:size]).shape]
+    # NaN equals nothing, itself included
+    differ = group.on_main(lambda: [name for name, one, two in pairs if ((one != two) & (one == one)).any()])
+    return [
+        f"{'Evaluation' if phase is None else 'Training'} data: {name!r} of the same samples differs when they "
+        "are read again in another batch, so results depend on how a batch is split, and a resumed run learns "
+        "something else; let the data draw random numbers as section 2 of docs/own_task.md describes."
+        for name in differ[:1]
+    ]
 
 
 def _sums(learner: Learner, phase: str | None, batch: Batch, seed: int = 0) -> dict[str, Tensor]:
