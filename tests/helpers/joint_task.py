@@ -138,6 +138,16 @@ class VicReg(Objective):
         return {"loss": loss * len(a)}
 
 
+class Centring(Triplets):
+    """Normalises the step's rows and subtracts their running mean, which the joint loss updates, as DINO does."""
+
+    def joint_loss(self, rows, phase="train"):
+        e, centre = self.model.of_rows(rows["e"]), self.model.centre
+        if self.training:
+            centre.lerp_(rows["e"].detach().mean(0), 0.1)
+        return {"loss": F.softplus(e - centre).sum()}
+
+
 class Gathering(Objective):
     """Computes SimCLR in `forward`, with rows gathered from all ranks."""
 
@@ -206,6 +216,14 @@ class OfTriplets(Joint):
 
 class VicRegs(Joint):
     objective = VicReg
+
+
+class Centred(Joint):
+    def build_objective(self):
+        model = Encoder(self.config)
+        model.register_buffer("centre", torch.zeros(NUM_OUTPUTS))
+        model.of_rows = nn.BatchNorm1d(NUM_OUTPUTS)
+        return Centring(model)
 
 
 class Gathers(Joint):

@@ -76,6 +76,18 @@ class Buffers:
         if self._statistics:
             self._statistics.set(before)
 
+    @contextmanager
+    def of_joint_loss(self) -> Iterator[None]:
+        """Context for the joint loss after a step's first forward passes, which run again.
+
+        On exit, undoes these forward passes' changes to running statistics, but not the joint loss's.
+        """
+        before = [kind.flattened() for kind in self._kinds]
+        yield
+        for kind, values in zip(self._kinds, before, strict=True):
+            kind.set(kind.kept + (kind.flattened() - values))
+        self._num_samples = 0
+
     def start_agreement(self, group: Group) -> None:
         """Starts the all-reduce of changes to running statistics after a step's last forward pass; `agree` awaits it.
 

@@ -100,13 +100,11 @@ class JointLearner(Learner, Watch):
                 self._forward.use, self._found = dict, []
                 super().accumulate_window(phase, window, factor, key)
                 found, self._found = self._found, None
-                shares = iter(shares_of(found))
+                with self.buffers.of_joint_loss():
+                    shares = iter(shares_of(found))
                 self._forward.use = lambda rows: _with_gradients(rows, *next(shares))
-                if self.buffers.is_active:
-                    with self.buffers.forward_state.once_more():  # keeps what the joint loss changed
-                        self.buffers.undo()
-                        self.buffers.keep()
-                        return super().accumulate_window(phase, window, factor, key)
+                with self.buffers.forward_state.once_more():
+                    return super().accumulate_window(phase, window, factor, key)
             return super().accumulate_window(phase, window, factor, key)
         finally:
             self._forward.use = self._found = None
