@@ -229,6 +229,7 @@ def test_state_missing_in_checkpoints_is_reported_by_name(run_here, tmp_path):
     names = ", ".join(f"model.0.1.{name}" for name in ("calls", "last", "names", "mean", "history", "by_size", "pair"))
     assert f"Forward passes change plain attributes: {names}. Checkpoints lack these attributes" in out
     scaled = run_here(*of("Scaled"), "--save-dir", tmp_path / "Scaled").out
-    assert "Forward passes change the buffers model.0.1.scale. After each step, all ranks copy the values" in scaled
+    assert "Forward passes change the buffers model.0.1.scale. After each step, all ranks copy rank 0's" in scaled
+    assert "unless the task computes them in `joint_loss`, which receives all rows of a step" in scaled
     for kind in ("OldWeightNorm", "Masked", "BatchNorm"):
         assert "Forward passes change" not in run_here(*of(kind), "--save-dir", tmp_path / kind).out

@@ -259,9 +259,9 @@ class ForwardState:
             )
         if self._shared:
             lines.append(
-                f"Forward passes change the buffers {', '.join(self._shared)}. After each step, all ranks copy the "
-                "values that rank 0 computed from its own samples, so results may depend on how a batch is split. Only "
-                "changes in `joint_loss`, which gets all rows of a step, do not depend on it."
+                f"Forward passes change the buffers {', '.join(self._shared)}. After each step, all ranks copy rank "
+                "0's buffers. If they depend on the samples, results depend on how a batch is split, unless the task "
+                "computes them in `joint_loss`, which receives all rows of a step (see docs/own_task.md)."
             )
         if unseen:
             lines.append(
