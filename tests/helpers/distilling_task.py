@@ -71,3 +71,26 @@ class Tied(Shaped):
     def build_objective(self):
         student = nn.Linear(NUM_FEATURES, NUM_CLASSES)
         return Distilling(student, helpers={"teacher": student})
+
+
+class FollowingAfterSteps(Distilling):
+    def after_step(self, phase):
+        self.helpers["teacher"][0].weight.data.mul_(0.9)
+
+
+class FollowingInForward(Distilling):
+    def forward(self, batch, phase="train"):
+        if self.training:
+            self.helpers["teacher"][1].running_mean.add_(batch["x"].mean())
+        return super().forward(batch, phase)
+
+
+class AfterSteps(Distil):
+    objective = FollowingAfterSteps
+
+    def build_objective(self):
+        return self.objective(self.build_student(), helpers={"teacher": self.load_teacher()})
+
+
+class InForward(AfterSteps):
+    objective = FollowingInForward

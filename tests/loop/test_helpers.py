@@ -87,3 +87,10 @@ def test_helpers_follow_the_device_and_stay_frozen_in_eval_mode():
 def test_invalid_helpers_are_refused(run_here, tmp_path):
     _, error = run_here("--task", f"{FILE}:Tied", *RUN, tmp_path, status=2)
     assert "the helper 'teacher' shares parameters with the model, but helpers are frozen; pass a copy" in error
+
+
+@pytest.mark.parametrize("name", ["AfterSteps", "InForward"])
+def test_a_helper_that_changes_is_refused_after_the_first_step(name, run_here, tmp_path):
+    _, error = run_here("--task", f"{FILE}:{name}", *RUN, tmp_path, "--epochs", 1, status=2)
+    assert "the helper 'teacher' has changed after optimizer step 1, but helpers are never saved" in error
+    assert not list(tmp_path.glob("*.pth"))

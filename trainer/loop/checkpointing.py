@@ -13,6 +13,7 @@ from trainer.common.errors import UnfitState
 from trainer.common.tensors import local_shards
 from trainer.loading.streams import Place
 from trainer.logs.run_log import RunLog, SilentLog
+from trainer.loop.evaluate import digest_of
 from trainer.loop.learner import Learner
 from trainer.loop.module_state import persistent_buffers
 from trainer.loop.parts import PartTotals, restored_totals, totals_maker
@@ -57,6 +58,7 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     def save_on_main() -> None:
         refuse_non_finite(learner, weights, progress, run.learning_rate.peak)
         refuse_another_model(weights, run.model_outline, progress.step)
+        refuse_changed_helpers(learner, run.facts, progress.step)
         report_saving(run.saver, run.log)
         live, copied = (state, {}) if strategy.has_full_state else ({}, state)
         run.saver.start(state_of(learner, live, progress, totals) | run.facts | verdict, copied)
@@ -64,16 +66,21 @@ def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
     strategy.group.on_main(save_on_main)
 
 
-def try_saving(learner: Learner, group: Group, outline: Outline, progress: Progress, learning_rate: float) -> None:
+def try_saving(
+    learner: Learner, outline: Outline, facts: Mapping[str, Any], progress: Progress, learning_rate: float
+) -> None:
     """Raises UnfitState if the state after a phase's first step cannot be saved; writes nothing.
 
-    outline: the built model's dtypes and shapes. learning_rate: the peak. All processes must call this function.
+    outline: the built model's dtypes and shapes. facts: entries of checkpoints. learning_rate: the peak. All processes
+    must call this function.
     """
+    group = learner.strategy.group
     group.activity.enter("saving")
 
     def refuse_on_main() -> None:
         model, optimizers = learner.objective.model.state_dict(), learner.optimizers
         refuse_another_model(model, outline, progress.step)
+        refuse_changed_helpers(learner, facts, progress.step)
         shards = dict(zip(model, local_shards([*model.values()]), strict=True))
         refuse_non_finite(learner, shards, progress, learning_rate)
         state = {
@@ -111,6 +118,18 @@ def refuse_another_model(weights: Mapping[str, Tensor], outline: Outline, step: 
         "no checkpoint is saved, because no run could resume from it; earlier checkpoints are intact; build the model "
         "in its final shape, or register a growing buffer with persistent=False"
     )
+
+
+def refuse_changed_helpers(learner: Learner, facts: Mapping[str, Any], step: int) -> None:
+    """Raises UnfitState if helpers differ from their digests in `facts`. step: completed optimizer steps."""
+    helpers = learner.objective.helpers
+    for name, digest in facts.get("helpers", {}).items():
+        if digest_of(helpers[name].state_dict().values()) != digest:
+            raise UnfitState(
+                f"the helper {name!r} has changed after optimizer step {step}, but helpers are never saved, so a "
+                "resumed run would not learn the same; put a module that changes into the model, and update it in "
+                "`after_step` of the objective; see docs/own_task.md"
+            )
 
 
 def _share(group: Group, progress: Progress, totals: Mapping[str, Mapping[str, Tensor]]) -> None:

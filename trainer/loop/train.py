@@ -146,7 +146,7 @@ def train_window(run: Run, window: Window, agreed: Agreed) -> None:
         report_saving(run.saver, run.log)
         log_step(phase, run.task.phases, learning_rate, outcome.grad_norm, progress, group, run.log)
     if record is not None and phase not in run.tried_saving:
-        try_saving(run.learner, group, run.model_outline, progress, run.learning_rate.peak)
+        try_saving(run.learner, run.model_outline, run.facts, progress, run.learning_rate.peak)
         run.tried_saving.add(phase)
     if saves:
         save(run)
