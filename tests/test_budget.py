@@ -14,11 +14,11 @@ LINES_AND_FILES = {
     "logs": (795, 6),
     "loop": (6664, 32),
     "parallel": (3084, 14),
-    "trainer": (2940, 8),
+    "trainer": (2989, 8),
 }
 """Maximum lines and files of each folder of trainer/ except profiling; "trainer" stands for the files in no folder."""
 BENCHMARKS = 5115
-TESTS = 54899
+TESTS = 54951
 FUNCTIONS_WITH_RUN = {"commands": 4, "loop": 10}
 FILES_OF_STEP, FUNCTIONS_OF_STEP = 20, 57
 """Maximum numbers of files and functions that a step of har enters in one process."""

@@ -324,7 +324,10 @@ def test_a_loss_that_works_only_in_training_is_refused_before_training(tmp_path)
 
 def test_a_finished_run_returns_no_results_of_other_data(tmp_path):
     fit(tmp_path, val=VAL)
-    with pytest.raises(UserError, match=r"a finished run on other data, with --lr .* instead of .*; choose another"):
+    with pytest.raises(
+        UserError,
+        match=r"a finished run on other data or with another helper, with --lr .* instead of .*; choose another",
+    ):
         fit(tmp_path, TensorDataset(X[20:], Y[20:]), val=TensorDataset(X[:20], Y[:20]), lr=0.1)
     assert fit(tmp_path, val=VAL).metrics
 
@@ -421,6 +424,55 @@ def test_a_loss_of_another_model_is_refused(tmp_path):
     other = net()
     with pytest.raises(UserError, match="depends on no trained parameter of the model that it receives"):
         fit(tmp_path, loss=lambda model, batch: nll(other, batch))
+
+
+def of_teacher(teacher, moves=False):
+    """Returns a loss that calls another function, which uses a teacher in a list."""
+    teachers = [teacher]
+
+    def expected(batch):
+        with torch.no_grad():
+            return teachers[0](batch["x"]).softmax(1)
+
+    def loss(model, batch):
+        if moves and model.training:
+            teacher[0].weight.data.mul_(0.9)
+        return F.cross_entropy(model(batch["x"]), expected(batch), reduction="none")
+
+    return loss
+
+
+class Holder:
+    def __init__(self, loss):
+        self.held = loss
+
+    def loss(self, model, batch):
+        return self.held(model, batch)
+
+
+def frozen(factor=1.0, dtype=torch.float32):
+    teacher = net().to(dtype).requires_grad_(False)
+    teacher[0].weight.mul_(factor)
+    return teacher
+
+
+def test_a_frozen_module_of_the_loss_has_the_dtype_of_the_run_and_identifies_it(tmp_path, capsys):
+    fit(tmp_path, loss=of_teacher(frozen()))
+    assert "The loss uses frozen modules, which stay in eval mode: teachers.0." in capsys.readouterr().out
+    assert fit(tmp_path, loss=of_teacher(frozen()))[1].state == "finished"
+    with pytest.raises(UserError, match="a finished run on other data or with another helper"):
+        fit(tmp_path, loss=of_teacher(frozen(2.0)))
+
+
+@pytest.mark.parametrize("wrapped", [partial, lambda loss: Holder(loss).loss])
+def test_a_teacher_that_the_loss_moves_is_refused(wrapped, tmp_path):
+    with pytest.raises(UserError, match=r"the helper 'teacher.*' has changed after optimizer step 1"):
+        fit(tmp_path, loss=wrapped(of_teacher(frozen(), moves=True)))
+
+
+def test_a_module_of_the_loss_that_is_not_trained_is_named(tmp_path, capsys):
+    fit(tmp_path, loss=of_teacher(net()))
+    assert "The loss uses modules that are neither trained nor saved: teachers.0. Put" in capsys.readouterr().out
 
 
 def test_a_prompt_shows_the_command_to_run(tmp_path):

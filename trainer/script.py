@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -45,10 +45,15 @@ class ScriptFlags(FlagGroup):
 
 @dataclass(frozen=True)
 class Job:
-    """Arguments of `trainer.fit`. sources: data by split. remarks: sentences about settings taken from DataLoaders."""
+    """Arguments of `trainer.fit`.
+
+    helpers: frozen modules that the loss uses, by variable name. sources: data by split. remarks: sentences about
+    settings taken from DataLoaders, and about helpers.
+    """
 
     model: nn.Module
     loss: Loss
+    helpers: Mapping[str, nn.Module]
     sources: Mapping[str, Any]
     names: Sequence[str] | None
     collate: Any
@@ -88,7 +93,7 @@ class Script(Task):
         return self.job.remarks
 
     def build_objective(self) -> Objective:
-        return Rows(_copied(self.job.model), self.job.loss)
+        return Rows(_copied(self.job.model), self.job.loss, self.job.helpers)
 
     def param_groups(self, objective: Objective, phase: str) -> list[ParamGroup]:
         groups = super().param_groups(objective, phase)
@@ -107,8 +112,8 @@ class Rows(Objective):
 
     given_as: ClassVar = {"forward": "fit: the loss"}
 
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
-        super().__init__(model)
+    def __init__(self, model: nn.Module, loss: Loss, helpers: Mapping[str, nn.Module]) -> None:
+        super().__init__(model, helpers)
         self.loss = loss
 
     def forward(self, batch: Batch, phase: str = "train") -> Sums:
@@ -156,7 +161,18 @@ def task_of(model: nn.Module, train: Any, loss: Loss, settings: dict[str, Any]) 
     build = _builder(optimizer, settings)
     if isinstance(build, partial):
         settings["given_optimizer"] = _with_digest(build.func.__qualname__, _plain(build.keywords.items()))
-    job = Job(own, loss, sources, names, collate, build, remarks)
+    used = dict[str, nn.Module]()
+    if not isinstance(loss, nn.Module):  # such a loss is refused if it has tensors
+        _add_modules("loss", loss, getattr(function, "__module__", ""), {*map(id, model.modules())}, used)
+    helpers = {name: each for name, each in used.items() if not any(p.requires_grad for p in each.parameters())}
+    if helpers:
+        remarks.append(f"The loss uses frozen modules, which stay in eval mode: {', '.join(helpers)}.")
+    if untrained := used.keys() - helpers.keys():
+        remarks.append(
+            f"The loss uses modules that are neither trained nor saved: {', '.join(sorted(untrained))}. Put what the "
+            "run trains into the model, and freeze the others with requires_grad_(False)."
+        )
+    job = Job(own, loss, helpers, sources, names, collate, build, remarks)
     return type(SCRIPT, (Script,), {"job": job, "__module__": getattr(function, "__module__", "__main__")})
 
 
@@ -177,16 +193,49 @@ def _identity(given: Any) -> str:
     """
     function = given.func if isinstance(given, partial) else given
     named = function if hasattr(function, "__qualname__") else type(function)
-    read: list[object] = [*given.args, *given.keywords.items()] if isinstance(given, partial) else []
-    if isinstance(function, FunctionType):
-        with suppress(ValueError):  # an outer variable that has no value yet
-            outside = inspect.getclosurevars(function)
-            read += [*outside.nonlocals.items(), *outside.globals.items()]
-    else:
-        read += getattr(function, "__dict__", {}).items()
+    read: list[object] = [value if isinstance(name, int) else (name, value) for name, value in _variables(given)]
     with suppress(OSError, TypeError):
         read.append(inspect.getsource(named))
     return _with_digest(named.__qualname__, _plain(read))
+
+
+def _variables(given: Any) -> list[tuple[Any, Any]]:
+    """Returns the arguments of a functools.partial, and outer variables or attributes of its function, by name."""
+    function = given.func if isinstance(given, partial) else given
+    found: list[tuple[Any, Any]] = []
+    if isinstance(given, partial):
+        found = [*enumerate(given.args), *given.keywords.items()]
+    if isinstance(function, FunctionType):
+        with suppress(ValueError):  # an outer variable that has no value yet
+            outside = inspect.getclosurevars(function)
+            found += [*outside.nonlocals.items(), *outside.globals.items()]
+    else:
+        found += getattr(function, "__dict__", {}).items()
+    return found
+
+
+def _add_modules(name: str, value: Any, file: str, seen: set[int], found: dict[str, nn.Module]) -> None:
+    """Adds the modules with tensors in a loss's variables, containers, and functions and objects of the same file.
+
+    file: `__module__` of the loss. seen: ids of values to leave out.
+    """
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    inner: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, nn.Module):
+        if value.state_dict():
+            found[name] = value
+    elif isinstance(value, tuple | list):
+        inner = ((f"{name}.{i}", each) for i, each in enumerate(value))
+    elif isinstance(value, dict):
+        inner = ((f"{name}.{key}", each) for key, each in value.items())
+    elif isinstance(value, MethodType):
+        inner = ((name, value.__self__), (name, value.__func__))
+    elif isinstance(value, partial) or (getattr(value, "__module__", "") == file and not isinstance(value, type)):
+        inner = [("", value.func), *_variables(value)] if isinstance(value, partial) else _variables(value)
+    for key, each in inner:
+        _add_modules(str(key), each, file, seen, found)
 
 
 def _plain(values: Iterable[object]) -> str:

@@ -369,9 +369,9 @@ def _is_same(then: Any, now: Any) -> bool:
 
 
 def has_other_data(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Returns whether two runs' facts contain different digests of the data; False if one has no digest."""
-    digests = then.get("data_digest"), now.get("data_digest")
-    return None not in digests and digests[0] != digests[1]
+    """Returns whether two runs' facts contain different digests of the data or helpers; ignores missing digests."""
+    pairs = [(then.get(name), now.get(name)) for name in ("data_digest", "helpers")]
+    return any(None not in digests and digests[0] != digests[1] for digests in pairs)
 
 
 def changed_since_last_start(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

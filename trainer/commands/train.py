@@ -149,8 +149,8 @@ def _say_finished(path: Path, facts: Mapping[str, Any], length: str, train_on: s
     others = f", with {others}" if others else ""
     if has_other_data(read_config(path), facts):
         raise UserError(
-            f"--save-dir {path}: contains a finished run on other data{others}; choose another --save-dir, or start "
-            "over with --fresh"
+            f"--save-dir {path}: contains a finished run on other data or with another helper{others}; choose another "
+            "--save-dir, or start over with --fresh"
         )
     say(
         f"This run is finished: {path} contains its results after {length}{others}. {train_on}; to start over, add "
