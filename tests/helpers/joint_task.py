@@ -82,17 +82,6 @@ class SimClr(Objective):
         return sums if self.training else {**sums, "row": PerSample(a)}
 
 
-class Dino(SimClr):
-    """Subtracts a running mean of all rows, a buffer that the joint loss changes."""
-
-    def joint_loss(self, rows, phase="train"):
-        centre = self.model.centre
-        if self.training:
-            with torch.no_grad():
-                centre.lerp_(rows["a"].mean(0), 0.1)
-        return SimClr.joint_loss(self, {name: rows[name] - centre for name in ("a", "b")})
-
-
 class Clip(Objective):
     def outputs(self, batch, phase="train"):
         return {name: F.normalize(getattr(self.model, name)(batch[name]), dim=1) for name in ("a", "b")}
@@ -191,15 +180,6 @@ class Joint(Task):
 
     def build_objective(self):
         return self.objective((TwoTowers if "Clip" in self.objective.__name__ else Encoder)(self.config))
-
-
-class Centred(Joint):
-    objective = Dino
-
-    def build_objective(self):
-        objective = super().build_objective()
-        objective.model.register_buffer("centre", torch.zeros(NUM_OUTPUTS))
-        return objective
 
 
 class Clips(Joint):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from trainer.checkpoint.file import error_of_saving, meta_state_of
 from trainer.checkpoint.format import not_finite, read_progress
 from trainer.common.errors import UnfitState
 from trainer.common.tensors import local_shards
+from trainer.common.torch_private import num_writes
 from trainer.loading.streams import Place
 from trainer.logs.run_log import RunLog, SilentLog
 from trainer.loop.evaluate import digest_of
@@ -27,6 +29,9 @@ from trainer.task import Task, training_streams
 
 Outline = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 """Maps the name of each weight and buffer to its dtype and shape."""
+
+_versions_of_unchanged: "WeakKeyDictionary[nn.Module, list[int]]" = WeakKeyDictionary()
+"""Version counters of helpers with the right digest, so that later saves need not read all their bytes."""
 
 
 def save(run: Run, value: float | None = None, is_best: bool = False) -> None:
@@ -122,14 +127,19 @@ def refuse_another_model(weights: Mapping[str, Tensor], outline: Outline, step: 
 
 def refuse_changed_helpers(learner: Learner, facts: Mapping[str, Any], step: int) -> None:
     """Raises UnfitState if helpers differ from their digests in `facts`. step: completed optimizer steps."""
-    helpers = learner.objective.helpers
     for name, digest in facts.get("helpers", {}).items():
-        if digest_of(helpers[name].state_dict().values()) != digest:
+        helper = learner.objective.helpers[name]
+        tensors = [*helper.parameters(), *helper.buffers()]
+        versions = [num_writes(tensor) for tensor in tensors if not tensor.is_inference()]
+        if _versions_of_unchanged.get(helper) == versions:
+            continue
+        if digest_of(helper.state_dict().values()) != digest:
             raise UnfitState(
                 f"the helper {name!r} has changed after optimizer step {step}, but helpers are never saved, so a "
                 "resumed run would not learn the same; put a module that changes into the model, and update it in "
                 "`after_step` of the objective; see docs/own_task.md"
             )
+        _versions_of_unchanged[helper] = versions
 
 
 def _share(group: Group, progress: Progress, totals: Mapping[str, Mapping[str, Tensor]]) -> None:
