@@ -12,7 +12,7 @@ LINES_AND_FILES = {
     "failure": (676, 4),
     "loading": (1809, 11),
     "logs": (795, 6),
-    "loop": (6674, 32),
+    "loop": (6675, 32),
     "parallel": (3084, 14),
     "trainer": (2989, 8),
 }

@@ -654,7 +654,7 @@ def test_batch_dependence_is_reported_in_terms_of_the_script(tmp_path, capsys):
     with pytest.raises(UserError, match=r"as if it were a mean; let a sample's number depend on this sample alone"):
         fit(tmp_path, loss=lambda model, batch: nll(model, batch) / len(batch["x"]), fresh=True)
     fit(tmp_path, Noisy(np.random.default_rng(0).random), fresh=True)
-    assert "fit: the loss in train mode: 'x' of the same samples differs when it" in capsys.readouterr().out
+    assert "Training data: 'x' of the same samples differs when they are read again" in capsys.readouterr().out
 
 
 def test_the_loss_of_another_file_is_refused(tmp_path):

@@ -146,7 +146,8 @@ def _of_mode(learner: Learner, phase: str | None, batches: Iterator[Batch], cloc
 def _of_data(phase: str | None, first: Batch, whole: Batch, group: Group) -> list[str]:
     """Returns a message if samples of rank 0, which decides for all, differ between a batch and its first half."""
     size = len(first["weight"])
-    pairs = [(name, one, two) for name, one in first.items() if one.shape == (two := whole[name][:size]).shape]
+    dense = {name: one for name, one in first.items() if one.layout == torch.strided}
+    pairs = [(name, one, two) for name, one in dense.items() if one.shape == (two := whole[name][:size]).shape]
     # NaN equals nothing, itself included
     differ = group.on_main(lambda: [name for name, one, two in pairs if ((one != two) & (one == one)).any()])
     return [
