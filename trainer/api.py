@@ -79,7 +79,7 @@ class SavedRun:
         object.__setattr__(self, "path", Path(self.path))  # a string, for example
 
     def __reduce__(self) -> tuple[type["SavedRun"], tuple[Path, type[Task] | None]]:
-        """Pickles the run without a class that another process cannot import, such as that of fit(model, ...)."""
+        """Pickles the run; leaves out a class that no other process can import, as fit(model, ...) defines one."""
         return SavedRun, (self.path, self.task if self.task is not None and _is_importable(self.task) else None)
 
     def __deepcopy__(self, memo: object) -> "SavedRun":

@@ -218,8 +218,11 @@ def test_rank_0_decides_whether_samples_differ(monkeypatch):
     """A process whose own samples differ continues the check if rank 0 found no difference."""
     task_type = job(total)
     monkeypatch.setattr(task_type, "splits", lambda task: {"train": NoiseOfABatch(), "val": NoiseOfABatch()})
-    of_rank_0 = lambda group, function: True if function() is True else []  # noqa: E731
-    monkeypatch.setattr("trainer.parallel.group.Group.on_main", of_rank_0)
+
+    def on_main(group, function):
+        return True if function() is True else []
+
+    monkeypatch.setattr("trainer.parallel.group.Group.on_main", on_main)
     assert remarks_of(task_type) == []
 
 
