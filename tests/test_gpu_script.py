@@ -109,6 +109,7 @@ def outcome(tmp_path, limit_s, all_s=60.0, **programs):
     return json.loads((tmp_path / "gpu.json").read_text())["parts"], status
 
 
+@pytest.mark.slow
 def test_a_benchmark_part_that_overruns_keeps_its_figures_and_the_next_runs(tmp_path):
     child = "import subprocess; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
     started = time.monotonic()

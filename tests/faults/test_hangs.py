@@ -202,6 +202,7 @@ def let_the_device_wait(meets):
     return lambda: None
 
 
+@slow
 def test_a_late_rank_is_reported_before_the_host_waits_for_the_device(environment, tmp_path):
     argv = ["--multi-gpu", "ddp", *TINY, *UNCOMPARED, "--log-interval", 1, "--save-dir", tmp_path / "run"]
     argv += ["--dist-timeout-s", 4]
@@ -238,6 +239,7 @@ def let_the_first_write_take_5_s():
     return lambda: None
 
 
+@slow
 def test_a_write_may_take_longer_than_ranks_wait(environment, tmp_path):
     argv = ["--multi-gpu", "ddp", *TINY, "--dist-timeout-s", 4, "--save-dir", tmp_path / "run", "--epochs", 1]
     statuses = forks.run_group(argv, 2, environment | NO_GPU, tmp_path / "out", let_the_first_write_take_5_s)
