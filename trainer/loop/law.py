@@ -146,10 +146,9 @@ def _of_mode(learner: Learner, phase: str | None, batches: Iterator[Batch], cloc
 def _of_data(phase: str | None, first: Batch, whole: Batch, group: Group) -> list[str]:
     """Returns a message if samples of rank 0, which decides for all, differ between a batch and its first half."""
     size = len(first["weight"])
-    dense = {name: one for name, one in first.items() if one.layout == torch.strided}
-    pairs = [(name, one, two) for name, one in dense.items() if one.shape == (two := whole[name][:size]).shape]
+    pairs = [(name, one, whole[name][:size]) for name, one in first.items() if one.layout == torch.strided]
     # NaN equals nothing, itself included
-    differ = group.on_main(lambda: [name for name, one, two in pairs if ((one != two) & (one == one)).any()])
+    differ = group.on_main(lambda: [name for name, a, b in pairs if a.shape == b.shape and ((a != b) & (a == a)).any()])
     return [
         f"{'Evaluation' if phase is None else 'Training'} data: {name!r} of the same samples differs when they "
         "are read again in another batch, so results depend on how a batch is split, and a resumed run learns "

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.parallel.environment import is_under_torchrun
+
 LAG_STEPS = 32
 """Number of steps by which the host delays reading a step's results from a GPU, so that it need not wait."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -44,8 +46,8 @@ def set_num_threads(requested: int | None, num_cores: int, device: torch.device,
     With a GPU, the host only launches kernels and prepares batches; synchronising more threads would slow down every
     small operation. On the CPU, the default replaces torchrun's OMP_NUM_THREADS=1, which would leave cores idle.
     """
-    is_started_by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_WORLD_SIZE") != "1"
-    launcher_chose = is_started_by_torchrun and os.environ.get("OMP_NUM_THREADS") == "1"
+    shares_machine = is_under_torchrun() and os.environ.get("LOCAL_WORLD_SIZE") != "1"
+    launcher_chose = shares_machine and os.environ.get("OMP_NUM_THREADS") == "1"
     user_chose = "OMP_NUM_THREADS" in os.environ and not launcher_chose
     takes_one |= device.type == "cuda"
     if requested is None and not user_chose and (takes_one or launcher_chose or num_cores < len(usable_cores())):
