@@ -210,9 +210,10 @@ def _refuse_changed_bits(path: Path, file: IO[bytes]) -> None:
 def _refuse_odd_archive(file: IO[bytes]) -> None:
     """Raises zipfile.BadZipFile for archives that torch.save never writes, UnpicklingError for `_UNBOUNDED`."""
     file.seek(0)
-    start = file.read(MOST_BEYOND)
-    if not start.startswith(b"PK\3\4"):
-        _refuse_unbounded(start)  # torch would read this file as its old format, even if it ends like an archive
+    if file.read(4) != b"PK\3\4":
+        file.seek(0)
+        # torch would read this file as its old format, even if it ends like an archive
+        _refuse_unbounded(file.read(MOST_BEYOND))
         if not zipfile.is_zipfile(file):
             return
     with zipfile.ZipFile(file) as archive:
